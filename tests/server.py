@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ class Server:
         answer.fp.raw._sock.close()
         answer.close()
 
+    def quit_while_writing(self, ctrl_c=1):
+        """Press Ctrl-C, or several times, while a long text is written; no traceback may be printed."""
+        long = dict(prompt=["a"] * 20, max_tokens=4096, stream=True)
+        with self.begin("/v1/completions", long) as answer:
+            assert answer.readline()
+            for _ in range(ctrl_c):
+                self.process.signal(signal.SIGINT)
+                time.sleep(0.5)
+            assert self.process.wait(20) in (0, 130), self.process.stderr
+        assert "Traceback" not in self.process.stderr, self.process.stderr
+
     def memory(self):
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024  # MiB
@@ -77,9 +89,7 @@ def server(tmp_path_factory):
     model = endless(noisy_gpt(**vars(PRESETS["laptop"][0])))
     server = Server(tmp_path_factory.mktemp("serve"), model)
     yield server
-    server.process.signal(signal.SIGINT)
-    assert server.process.wait(20) in (0, 130), server.process.stderr
-    assert "Traceback" not in server.process.stderr, server.process.stderr
+    server.quit_while_writing()
 
 
 @pytest.fixture(scope="session")

@@ -146,6 +146,18 @@ def test_everything_survives_a_reload(tab):
     assert tab.page.locator("main img, main script").count() == 0
 
 
+def test_an_idle_tab_keeps_what_another_one_has_stored(tab):
+    tab.page.wait_for_function("() => localStorage.getItem(KEY)")  # idle from now on
+    other = tab.page.context.new_page()
+    other.goto(tab.page.url)
+    other.fill("#prompt", "abc")
+    other.click("#go")
+    other.wait_for_selector("#count:text('1')")
+    other.close(run_before_unload=True)
+    tab.page.reload()
+    assert tab.count() == 1
+
+
 @pytest.mark.parametrize(
     "damage",
     ["{", '{"branches": 3}', '{"branches": {"text": [{"id": 1}], "chat": []}, "at": {"text": 1}}'],

@@ -48,6 +48,17 @@ def test_a_model_tuned_for_chat_opens_in_chat_mode(tmp_path, chromium):
         server.process.kill()
 
 
+def test_a_server_that_ends_during_a_text_is_reported(tmp_path, chromium):
+    server = Server(tmp_path, endless(noisy_gpt(block_size=256)))
+    tab = ChatPage(chromium, server)
+    tab.set(max_tokens=4000)
+    tab.write("abc")
+    tab.grows(20)
+    server.process.kill()
+    tab.page.wait_for_selector("#error:text('The server does not respond. Is it still running?')")
+    assert tab.count() == 1 and len(tab.done()) > 16
+
+
 def test_copy_and_new_chat(tab, chat_server):
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.set(max_tokens=8, seed=1, temperature=1, top_k=0)

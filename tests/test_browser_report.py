@@ -102,6 +102,18 @@ def test_report_of_real_runs(tmp_path, run_train, chromium):
     assert tab.wrong == both.wrong == []
 
 
+def test_curves_in_a_frame_without_storage(tmp_path, chromium):
+    """As in JupyterLab, which shows a trusted HTML file in a sandboxed frame."""
+    write_run(tmp_path / "r", RUN)
+    report.write_page([tmp_path / "r"], tmp_path / "r.html")
+    (tmp_path / "frame.html").write_text('<iframe sandbox="allow-scripts" src="r.html"></iframe>')
+    tab = Tab(chromium, (tmp_path / "frame.html").as_uri())
+    frame = tab.page.frame_locator("iframe")
+    frame.locator("#loss svg .trace path").first.wait_for(state="attached", timeout=10_000)
+    frame.locator("#axes label:has(input[value=time])").click()
+    assert frame.locator("#loss .xtitle").text_content() == "minutes" and tab.wrong == []
+
+
 def test_a_choice_in_the_axis_bar_does_not_scroll_the_page(tmp_path, chromium):
     write_run(tmp_path / "r", RUN)
     report.write_page([tmp_path / "r"], tmp_path / "r.html")

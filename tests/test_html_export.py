@@ -88,6 +88,12 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
     assert title.sub("", (tmp_path / "again.html").read_text()) == title.sub("", html)
 
 
+def test_the_current_folder_as_a_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(LAPTOP)
+    export(".", html=tmp_path / "page.html")
+    assert "<title>laptop_model, a GPT-2 with 446k" in (tmp_path / "page.html").read_text()
+
+
 def test_models_that_a_page_cannot_run_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     large = dict(n_layer=1, n_head=1, block_size=8)
@@ -393,6 +399,21 @@ def test_candidates_by_keyboard(chromium, laptop):
     chosen = int(tab.js("document.activeElement.dataset.id"))
     tab.page.keyboard.press("Enter")
     assert tab.done()[:11] == [*before[:10], chosen] and tab.wrong == []
+
+
+@pytest.mark.slow
+def test_a_token_selected_while_the_model_writes_stays_and_the_others_are_colored(chromium, laptop):
+    tab = ModelPage(chromium, laptop)
+    tab.set(max_tokens=300, seed=5, top_k=0)
+    tab.page.fill("#prompt", "def ma")
+    tab.page.click("#go")
+    tab.page.wait_for_function("() => p.length > 30")
+    tab.js("select(20)")
+    count = len(tab.done())
+    assert tab.js("selected") == 20 and count > 40
+    shades = "[...$('tokens').children].map(one => +one.style.getPropertyValue('--s'))"
+    wanted = "p.map(p => Math.min(1, -Math.log2(p) / 10))"
+    assert tab.js(shades) == pytest.approx(tab.js(wanted), abs=1e-3) and tab.wrong == []
 
 
 @pytest.mark.slow

@@ -245,6 +245,19 @@ def test_more_than_five_runs_are_distinguished_by_line_style():
     assert len(set(looks)) == 12 and {style for _, style in looks[:5]} == {"-"}
 
 
+def test_twenty_runs_fit_into_the_file_name_and_the_legend(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, out: (drawn.append(self), save(self, out)))
+    runs = [write_log(tmp_path / f"2026-11-28_{i:06}", RUN) for i in range(20)]
+    plot.main(list(map(str, runs)))
+    assert (runs[0] / "loss_with_19_others.png").exists()
+    losses = drawn[0].axes[0]
+    legend, panel = losses.get_legend().get_window_extent(), losses.get_window_extent()
+    assert panel.y0 < legend.y0 and legend.y1 < panel.y1
+
+
 def test_close_baselines_of_two_runs_share_one_line():
     logs = [{"start": [{"step": 0, "unigram": value}]} for value in (3.31, 3.30)]
     assert plot.loss_levels(logs) == {"unigram baselines 3.30 to 3.31": 3.30}

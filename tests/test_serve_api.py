@@ -1,6 +1,7 @@
 """lab serve over real HTTP: OpenAI's interface, with its own client, and the page's /generate."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -169,8 +170,23 @@ def test_prompt_is_scored_and_an_alternative_token_can_be_continued(server):
     assert [taken[0]["id"], taken[0]["p"]] == pytest.approx([runner_up[0], runner_up[2]], rel=1e-3)
     ids = [256, *b"abc", *(piece["id"] for piece in first[:4]), runner_up[0]]
     assert [piece["id"] for piece in rest] == by_hand(server.model, ids, 10, temperature=0)[0]
-    longer = server.generate(**ask, answer=[97] * 200)[1]  # the window keeps its newer half
-    assert [p["id"] for p in longer] == by_hand(server.model, [97] * 64, 10, temperature=0)[0]
+
+
+def test_text_beyond_the_context_is_inspected_and_continued_in_its_own_window(server):
+    ask = dict(prompt="abc", seed=1, top_k=0)
+    prompt, pieces = server.generate(**ask, max_tokens=300)  # the context has 128 tokens
+    ids, p = [x["id"] for x in prompt + pieces], [x["p"] for x in prompt + pieces]
+    for place in (100, 127, 128, 129, 191, 192, 193, 194, 250, 300):
+        found = json.loads(server.send("/inspect", dict(prompt=[], answer=ids[:place]))[1])
+        logits = [(x, 1) for *_, x in found["next"]] + found["rest"]
+        total = sum(n * math.exp(x) for x, n in logits)
+        for token, _, x in found["next"]:
+            if token == ids[place]:
+                assert math.exp(x) / total == pytest.approx(p[place], rel=1e-3)
+    pieces = server.generate(prompt="abc", temperature=0, max_tokens=300)[1]
+    ids = [x["id"] for x in pieces]
+    rest = server.generate(prompt="abc", temperature=0, max_tokens=130, answer=ids[:170])[1]
+    assert [x["id"] for x in rest] == ids[170:]
 
 
 def test_oldest_messages_are_dropped_and_their_number_is_reported(server, client):

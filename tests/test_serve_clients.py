@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, run_python
 from hostile import NUMBERS, Client
-from server import Server
+from server import Server, endless
 from test_sample import always, noisy_gpt
 
 from lab.data.tokenizers import get_tokenizer
@@ -65,11 +65,11 @@ def test_file_paths_and_other_host_names_are_refused(server):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have 127.0.0.1 only")
 def test_another_loopback_address(tmp_path):
-    server = Server(tmp_path, noisy_gpt(), "--host", "127.0.0.2")
+    server = Server(tmp_path, endless(noisy_gpt()), "--host", "127.0.0.2")
     statuses = [
         server.send("/", Host=host)[0] for host in ("127.0.0.2", "localhost", "evil.example")
     ]
-    server.process.kill()
+    server.quit_while_writing(ctrl_c=2)
     assert statuses == [200, 200, 400]
 
 

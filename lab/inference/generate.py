@@ -134,6 +134,13 @@ def generate(
         new = token[:, None]
 
 
+def window(ids: list[int], block_size: int) -> list[int]:
+    """The end of `ids` from which generate, once it has reached their end, computes the next token: each
+    time the context is full, it drops the older half."""
+    dropped = block_size + 1 - max(1, block_size // 2)
+    return ids[dropped * max(0, -(-(len(ids) - block_size) // dropped)) :]
+
+
 def prefetch_tokens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the pairs of generate, with tokens copied to the CPU while the GPU computes the next token.
 

@@ -86,7 +86,7 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
     fields = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "document_mask")
     shape = {name: getattr(config, name) for name in fields}
     path = Path(source)  # do not reveal all of it
-    name = path.name if path.is_dir() else "/".join(path.parts[-2:]).removesuffix(".pt")
+    name = path.resolve().name if path.is_dir() else "/".join(path.parts[-2:]).removesuffix(".pt")
     facts = (
         f"{counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, {config.n_embd} channels, "
         f"a context of {config.block_size} {'tokens' if tokens else 'bytes'}"

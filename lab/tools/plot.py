@@ -161,7 +161,9 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
         ax.plot(x(log, steps), losses, **thin, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
         thick = dict(look, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
-        ax.plot(x(log, steps), losses, **thick, label="validation (thick)" if alone else name)
+        # with a space, because the legend leaves out labels that begin with "_"
+        label = "validation (thick)" if alone else f" {name}"
+        ax.plot(x(log, steps), losses, **thick, label=label)
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
             ax.annotate(
@@ -248,7 +250,8 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
     found = list(logs.values())
     learnt = len(found) == 1 and phenomena(found[0])
     in_tokens = by_tokens(found) or bool(learnt and tokens_at(found[0]))
-    panels: dict[Callable, float] = {draw_loss: 3.6}  # heights in inches
+    # heights in inches; the legend has a line for each run
+    panels: dict[Callable, float] = {draw_loss: max(3.6, 1 + 0.2 * len(found))}
     if any(column(log, "hella", "acc_norm")[0] for log in found):
         panels[draw_hellaswag] = 1.7
     if any(column(log, "blimp", "acc")[0] for log in found):
@@ -298,7 +301,8 @@ def main(argv: list[str]) -> None:
 
         # run directories; default: the newest run
         runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN ...]")] = ()
-        out: str = ""  # .png, .svg or .pdf file; default: loss.png in the first run's directory
+        # .png, .svg or .pdf file; default: loss.png, or loss_with_OTHERS.png, in the first run's directory
+        out: str = ""
         dark: bool = False  # light lines on a dark background
 
     cfg = parse_args(Config, argv)

@@ -57,10 +57,12 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
 
 def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: str) -> Path:
     """The output file for these runs: `out`, or if that is empty `name` in the first run's directory, with
-    the names of the other runs added. Raises UserError for other suffixes than `suffixes`, which also
-    prevents overwriting a log."""
+    the names of the other runs added, or their number if there are many. Raises UserError for other
+    suffixes than `suffixes`, which also prevents overwriting a log."""
     first = paths[0] if paths[0].is_dir() else paths[0].parent
     others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
+    if len(others) > 150:  # the names of files have at most 255 bytes
+        others = f"_with_{len(paths) - 1}_others"
     path = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
     if path.suffix not in suffixes:
         raise UserError(f"out={path} must end in {' or '.join(suffixes)}")

@@ -338,7 +338,8 @@ def main(argv: list[str]) -> None:
 
         # one or two run directories; default: the newest run
         runs: Annotated[tuple[Path, ...], Positional, arg(metavar="[RUN ...]")] = ()
-        out: str = ""  # .html file; default: report.html in the first run's directory
+        # .html file; default: report.html, for two runs report_with_OTHER.html, in the first one's directory
+        out: str = ""
         watch: bool = False  # update the page until the run ends; the browser reloads it
 
     cfg = parse_args(Config, argv)

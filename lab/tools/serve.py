@@ -30,7 +30,7 @@ from lab.cli import ROOT, UserError, parse_args
 from lab.data.chat import truncate_chat
 from lab.data.tokenizers import Tokenizer
 from lab.hardware import oom_hint, resolve_device
-from lab.inference.generate import KVCache, generate
+from lab.inference.generate import KVCache, generate, window
 from lab.inference.streaming import (
     QueueFullError,
     load_for_inference,
@@ -125,8 +125,7 @@ class Engine:
             raise UserError(
                 f"the answer fills the model's context of {self.block_size} tokens; start a new chat"
             )
-        # if the window is full, keep its newer half, as in lab.inference.generate
-        return ids if len(ids) <= self.block_size else ids[-(self.block_size // 2) :], dropped
+        return window(ids, self.block_size), dropped
 
     @contextlib.asynccontextmanager
     async def cache(self) -> AsyncIterator[KVCache]:
@@ -243,7 +242,8 @@ def serve(cfg: Config) -> None:
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     local = host.startswith("127.")
     hosts = [host, "127.0.0.1", "localhost"] if local else ["*"]
-    name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
+    path = Path(source).resolve() if source == "." else Path(source)
+    name = "/".join(path.parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
         engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
@@ -251,6 +251,10 @@ def serve(cfg: Config) -> None:
     )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=2
+        app,
+        log_level="warning",
+        limit_concurrency=1000,
+        timeout_graceful_shutdown=2,
+        lifespan="off",
     )
     uvicorn.Server(config).run(sockets=[server_socket])

@@ -490,6 +490,11 @@ class RequestLimits:
                 await self.app(scope, receive_body, limited_send)
         except QueueFullError as error:
             await handle_error(error)(scope, receive, limited_send)
+        except (
+            TimeoutError,
+            asyncio.CancelledError,
+        ):  # of limited_send; of the server after Ctrl-C
+            return
 
 
 async def read_body(receive: Receive) -> bytes:
