@@ -100,6 +100,8 @@ def test_a_parameter_of_three_matrices_moves_as_three_parameters():
     block = train_gpt2.Block(train_gpt2.GPTConfig(1, 2, 8, 8, vocab_size=257), layer=0)
     counts = [getattr(p, "num_matrices", 1) for p in block.parameters() if p.dim() == 2]
     assert counts == [3, 1, 1, 1], "c_attn holds q, k and v"
+    loaded = train_gpt2.GPT.from_pretrained(str(ROOT / "examples/laptop_model"))
+    assert loaded.blocks[0].attn.c_attn.weight.num_matrices == 3
 
 
 TWO = f"""import sys

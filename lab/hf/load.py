@@ -240,9 +240,14 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
             "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
+        attributes = {
+            name: vars(p) for name, p in model.named_parameters()
+        }  # num_matrices, for Muon
         model.to_empty(device="cpu")
         if tied:
             model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them
+        for name, p in model.named_parameters():
+            vars(p).update(attributes[name])
     params = dict(model.named_parameters())  # the tied matrix once
     buffers = dict(model.named_buffers())  # of an edited model
     for name in buffers.keys() & state.keys():

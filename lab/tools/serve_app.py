@@ -490,11 +490,8 @@ class RequestLimits:
                 await self.app(scope, receive_body, limited_send)
         except QueueFullError as error:
             await handle_error(error)(scope, receive, limited_send)
-        except (
-            TimeoutError,
-            asyncio.CancelledError,
-        ):  # of limited_send; of the server after Ctrl-C
-            return
+        except (TimeoutError, asyncio.CancelledError):
+            return  # of limited_send; of the server after Ctrl-C
 
 
 async def read_body(receive: Receive) -> bytes:
