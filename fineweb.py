@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, counted, parse_args, run_main
+from lab.cli import UserError, counted, parse_args, require, run_main
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
@@ -167,8 +167,12 @@ def build(cfg: CorpusConfig) -> Manifest:
     )
     with dir_lock(cfg.out, refusal):
         if manifest := load_partial_manifest(cfg.out):  # before a tokenizer file is written there
-            name = Path(tokenizer_path(cfg.out, cfg.tokenizer)).name
-            check_manifest_matches(cfg.out, manifest, tokenizer=name)
+            path = tokenizer_path(cfg.out, cfg.tokenizer)
+            check_manifest_matches(cfg.out, manifest, tokenizer=Path(path).name)
+            require(
+                path == cfg.tokenizer or Path(path).exists(),
+                f"there is no {path}, with which the shards there were made; restore it, or delete {cfg.out}",
+            )
         chat, texts = is_chat(files, cfg.text_column), texts_of(files, cfg.text_column)
         if chat and cfg.tokenizer.startswith("bpe:"):
             raise UserError(

@@ -15,8 +15,9 @@ norm exceeds a limit are scaled down. Update: the optimizer moves each weight ag
 Sections: 1 configuration, 2 model, 3 optimizer and schedule, 4 one training step, 5 building the
 trainer, 6 the loop, 7 command line. Each uses only the ones above it. Training is in 3, 4 and 6; skim
 1, 5 and 7 at first, and look up a setting when you meet it as self.config or cfg. You can change
-anything in this file: training, validation, sampling and export all use your version. Data loading,
-checkpoints, logging and faster kernels are in lab/, which you need not read at first.
+anything in this file: training, validation and sampling use your version. To compare it with this one,
+edit a copy in the same folder. Data loading, checkpoints, logging and faster kernels are in lab/, which
+you need not read at first.
 
 Shape letters: B batch, T time (tokens in a sequence), C channels (n_embd), H heads, D head size
 (C = H * D), V vocabulary (padded), L layers, N = B * T positions. S is the number of keys: T, or more
@@ -596,7 +597,8 @@ def main(argv, presets=PRESETS, description=__doc__, build=build_trainer, traine
     model_config, cfg, state = settings.resolve_config(
         model_config, cfg, world, presets, trainer_class
     )
-    trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
+    with oom_hint():
+        trainer, stop = build(model_config, cfg, world, state, trainer_class), SignalHandler(world)
     callbacks = trainer.callbacks(stop)
     with lock_run_dir(trainer), stop, RunLogger(trainer) as log, oom_hint():
         log.start(reason, trainer, callbacks, state)

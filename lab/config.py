@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 
-from lab.cli import UserError, command_for, parse_args, require
+from lab.cli import UserError, command_for, parse_args, require, shell_quote
 from lab.config_file import MAX_INT, RENAMED_FIELDS, read_config
 from lab.data.chat import ROLES, build_chats
 from lab.data.manifest import read_manifest
@@ -445,10 +445,17 @@ def resolve_on_rank0(
     if cfg.init_from and not cfg.resume:
         cfg = dataclasses.replace(cfg, init_from=resolve_source(cfg.init_from, cfg.log_dir))
     builtin = {"data/builtin": "bytes", "data/builtin_wordpiece": "wordpiece"}
-    if tokenizer := builtin.get(Path(cfg.data).as_posix()):  # data made from Python itself
+    tokenizer, manifest = builtin.get(Path(cfg.data).as_posix()), read_manifest(cfg.data)
+    if tokenizer and not (manifest and manifest["complete"]):  # data made from Python itself
         build_python_docs(cfg.data, tokenizer)
     model_config = resolve_vocabulary(model_config, cfg, presets)
-    if File(cfg.data, cfg.data, 0).kind and not Path(cfg.data).is_dir():
+    if (kind := File(cfg.data, cfg.data, 0).kind) and not Path(cfg.data).is_dir():
+        require(
+            kind != "text" or not Path(cfg.data).exists(),
+            f"data={cfg.data} is plain text, but must be a folder of shards or a file of conversations; "
+            f"run `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
+            "(docs/DATA.md says with which --tokenizer), then pass --data data/mine",
+        )
         # a file of conversations, packed into rows of one sequence each
         name = tokenizer_name(model_config, cfg.init_from)
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))
@@ -470,6 +477,11 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         )
     found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
     if manifest:
+        require(
+            not cfg.resume or manifest["vocab_size"] <= asked,
+            f"the tokenizer of {cfg.data} has {manifest['vocab_size']} ids, but this run's has {asked}; "
+            "restore the data, or pass --data with shards of the run's tokenizer",
+        )
         for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items():
             flag = getattr(model_config, name)
             if flag not in ("", -1, manifest[recorded]) and not cfg.resume:

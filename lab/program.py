@@ -1,12 +1,16 @@
 """The file and class that define a model. Checkpoints and config.json record them as "FILE:CLASS", so
 that a run of a user's own copy of train_gpt2.py is sampled, evaluated and exported with its own model."""
 
+import ast
+import functools
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from lab.cli import ROOT, UserError
+from lab.cli import ROOT, UserError, eprint, torchrun_env
 
 # older runs recorded only these names of programs
 LEGACY_PROGRAMS = {
@@ -34,11 +38,66 @@ def class_path(cls: type) -> str:
 
 
 def describe_program(trainer: Any) -> dict[str, str]:
-    """The class_paths of a trainer, its model and the two configs."""
+    """The class_paths of a trainer, its model and the two configs, and the model's code_hash."""
     model = trainer.model_class  # not type(raw_model), which FSDP2 replaces with a subclass
     config, train_config = type(trainer.raw_model.config), type(trainer.cfg)
     classes = dict(trainer=type(trainer), model=model, config=config, train_config=train_config)
-    return {name: class_path(cls) for name, cls in classes.items()}
+    return {name: class_path(cls) for name, cls in classes.items()} | {"code": code_hash(model)}
+
+
+@functools.cache  # describes the code that was imported, even if the file is edited during the run
+def code_hash(cls: type) -> str:
+    """A hash of a model class and of all classes and functions that it uses, as far as they are defined in
+    programs, not in lab/ or packages. Comments, docstrings and formatting don't count. Empty for a class
+    that is not defined in a program."""
+    todo: list[Any] = [cls]
+    code: dict[str, str] = {}
+    while todo:
+        item = todo.pop()
+        module = sys.modules.get(item.__module__)
+        node, name = definitions(module).get(item.__name__), f"{file_of(module)}:{item.__name__}"
+        if node is None or name in code:
+            continue
+        code[name] = ast.unparse(node)
+        for part in ast.walk(node):
+            used = None
+            if isinstance(part, ast.Name):
+                used = getattr(module, part.id, None)
+            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+                used = getattr(getattr(module, part.value.id, None), part.attr, None)
+            if isinstance(used, type | FunctionType):
+                todo.append(used)
+    text = "\n".join(code[name] for name in sorted(code))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+
+def file_of(module: ModuleType | None) -> str:
+    return Path(getattr(module, "__file__", None) or "").name
+
+
+@functools.cache
+def definitions(module: ModuleType | None) -> dict[str, ast.AST]:
+    """The classes and functions of a program, by name, without docstrings; empty for other modules."""
+    path = Path(getattr(module, "__file__", None) or "").resolve()
+    if path.suffix != ".py" or path.parent not in (ROOT, Path.cwd().resolve()):
+        return {}
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+
+
+def warn_if_edited(program: Any, cls: type, source: Any) -> None:
+    """Print a warning if the model's code is not the code with which `source` was saved, as the program
+    recorded in its checkpoint says."""
+    saved = program.get("code") if isinstance(program, dict) else None
+    if saved and torchrun_env()[0] == 0 and saved != code_hash(cls):
+        file = class_path(cls).rpartition(":")[0]
+        eprint(
+            f"warning: the model's code in {file} has changed since {source} was saved, so its weights may "
+            "now compute something else; to compare two versions of a model, edit a copy of the file"
+        )
 
 
 def is_trusted(path: Path) -> bool:

@@ -18,7 +18,7 @@ from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_s
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
-from lab.program import class_path, find_class
+from lab.program import class_path, find_class, warn_if_edited
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
 
@@ -77,7 +77,10 @@ def load_model(source: str, model_class: type | None = None) -> Any:
                 config.validate()  # a damaged file could have billions of layers
             except UserError as error:
                 raise UserError(f"{path}: {error}") from error
-            model = (model_class or find_class(model_path, path))(config)
+            cls = model_class or find_class(model_path, path)
+            if not model_class:
+                warn_if_edited(program, cls, path)
+            model = cls(config)
             load_state_strict(model, checkpoint.get("model"), path)
             return model
         shape, state = parse_checkpoint(checkpoint, path)

@@ -9,8 +9,11 @@ import os
 import shutil
 
 import pytest
+from server import Server, endless
 
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# a text that would run scripts or clear a terminal if it were not escaped
+EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +56,7 @@ def axe_findings(page):
 def chat_server(tmp_path_factory):
     """lab serve with a small random model."""
     pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
-    from test_sample import noisy_gpt  # here, because these import conftest.py
-    from test_serve import Server, endless
+    from test_sample import noisy_gpt  # here, because it imports conftest.py
 
     server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=256)))
     yield server

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest_plugins = ["browser"]  # fixtures of the tests with a browser
+pytest_plugins = ["server", "browser"]  # fixtures of tests with lab serve or a browser
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.append(str(ROOT / "bench"))  # after ROOT, because bench/ also has a speedrun.py

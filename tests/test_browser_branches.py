@@ -1,7 +1,7 @@
 """The page of lab serve in a browser: branches, undo, what a reload keeps."""
 
 import pytest
-from test_serve import EVIL
+from browser import EVIL
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,9 @@
 """The page of lab serve in a browser: writing texts and chats."""
 
 import pytest
-from browser import ChatPage, axe_findings
+from browser import EVIL, ChatPage, axe_findings
+from server import Server, endless
 from test_sample import noisy_gpt
-from test_serve import EVIL, Server, endless
 
 pytestmark = pytest.mark.slow
 

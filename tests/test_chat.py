@@ -235,9 +235,12 @@ def test_chat_shards(tmp_path):
     assert call(*args).returncode == 0 and hashes(out) == before
 
 
-def test_a_chat_file_may_have_a_long_name(tmp_path, monkeypatch):
+def test_a_chat_file_may_have_a_long_name_and_a_copy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = 80 * "\u8bdd" + ".jsonl"  # 246 bytes, of at most 255
     talks = [json.dumps({"messages": say(f"question {i}", "answer")}) for i in range(20)]
     (tmp_path / name).write_text("\n".join(talks))
     assert read_manifest(build_chats(name, "bytes", 64))["documents"] == 20
+    for copy in ("a.jsonl", "a.v2.jsonl"):
+        (tmp_path / copy).write_text("\n".join(talks))
+        assert read_manifest(build_chats(copy, "bytes", 64))["documents"] == 20

@@ -22,7 +22,7 @@ import speedrun
 import train_gpt2
 from lab.cli import RunError, UserError, run_main, torchrun_env
 from lab.config import rename_flags
-from lab.data.manifest import new_manifest
+from lab.data.manifest import new_manifest, write_manifest
 from lab.distributed import World
 from lab.hardware import oom_hint
 from train_gpt2 import PRESETS
@@ -124,6 +124,10 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
     result = run_train("--max_steps", 1, "--vocab_size", 300)
     assert result.returncode == 0 and "no samples and no bits per byte" in result.stdout
     assert run_train("--resume", "--max_steps", 2).returncode == 0
+    (shards / "manifest.json").write_text(json.dumps(manifest | dict(vocab_size=400, eot=399)))
+    result = run_train("--resume", "--max_steps", 3)  # the shards were built again
+    assert result.returncode == 2 and "has 400 ids, but this run's has 300" in result.stderr
+    (shards / "manifest.json").write_text(json.dumps(manifest))
     for other in (299, 301):
         result = run_train("--run_name", "other", "--vocab_size", other)
         assert result.returncode == 2 and f"vocab_size={other} must be 300, as in" in result.stderr
@@ -132,12 +136,24 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
         assert result.returncode == 2 and f"{flag}={value} must be {recorded}, as" in result.stderr
 
 
+def test_built_in_text_with_another_tokenizer_is_used_as_it_is(tmp_path, run_train):
+    """As made by `fineweb.py --source builtin --tokenizer bpe:1024`; without --data, too."""
+    folder = write_shards(tmp_path / "data/builtin", vocab_size=300)
+    other = SimpleNamespace(name="other", vocab_size=300, eot=299)  # a tokenizer
+    write_manifest(folder, new_manifest("x", other, source={}, shard_tokens=0, val_tokens=0), True)
+    result = run_train("--max_steps", 1, "--data", "data/builtin")
+    assert result.returncode == 0 and "vocabulary of 300 tokens" in result.stdout, result.stderr
+
+
 # {command: pattern of the error}; a key without a program is added to the flags of a tiny run
 BAD = {
     "--data nowhere": "no train shards in nowhere, which is not a folder: .*fineweb.py --source FOLDER",
+    "--data a.txt": "data=a.txt is plain text, .*fineweb.py --source a.txt --out data/mine",
+    "bert.py --preset laptop --data a.txt": "data=a.txt is plain text",
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; try 52",
+    f"--n_embd {2**40}": "out of memory .*; pass .* a smaller model",
     "--max_steps 0": "max_steps=0 must be from 1 to",
     "--lr nan": "lr=nan must be a finite number",
     "--lr -1": "lr=-1.0 must be at least 0$",
@@ -192,6 +208,7 @@ def place(tmp_path_factory):
     write_shards(folder / "data")
     write_shards(folder / "short", sizes=(10,))
     (folder / "file").write_text("not a folder")
+    (folder / "a.txt").write_text("not conversations")
     (folder / "chats").mkdir()
     (folder / "chats" / "a.jsonl").write_text("")  # not the first file, so it does not decide
     (folder / "chats" / "b.jsonl").write_text('{"messages": []}\n')

@@ -154,6 +154,7 @@ def test_fuzzing_in_parts(tmp_path):
 def test_fuzzing_detects_faults(tmp_path, monkeypatch):
     """A reader that dies, hangs or raises is reported with the seed, and later files are still read."""
     fuzz = pytest.importorskip("fuzz")  # needs resource limits of Linux
+    from fuzz_kinds import KINDS, Kind
 
     def read():
         number = sum(Path("f").read_bytes()) % 5
@@ -164,10 +165,8 @@ def test_fuzzing_detects_faults(tmp_path, monkeypatch):
         if number < 4:
             raise (ValueError if number == 2 else UserError)("bad")
 
-    kind = fuzz.Kind(
-        lambda: Path("f").write_bytes(b"E"), "f", read, lambda data, rng: rng.randbytes(1)
-    )
-    monkeypatch.setitem(fuzz.KINDS, "planted", kind)
+    kind = Kind(lambda: Path("f").write_bytes(b"E"), "f", read, lambda data, rng: rng.randbytes(1))
+    monkeypatch.setitem(KINDS, "planted", kind)
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
     folder = tmp_path / "planted"
     assert fuzz.prepare("planted", folder) is None

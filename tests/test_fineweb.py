@@ -143,6 +143,15 @@ def test_other_columns_do_not_enlarge_the_validation_split(tmp_path):
         assert 0 < val["tokens"] < 0.12 * train["tokens"], name
 
 
+def test_an_empty_first_file_does_not_shrink_the_validation_split(tmp_path):
+    """Spark writes such files for its empty partitions."""
+    write_parquet(tmp_path / "in" / "part-0.parquet", [])
+    write_parquet(tmp_path / "in" / "part-1.parquet", documents(300))
+    make("--source", tmp_path / "in", "--out", tmp_path / "out")
+    val, train = read_manifest(tmp_path / "out")["shards"]
+    assert val["tokens"] > 0.05 * train["tokens"]
+
+
 def test_shards_of_another_corpus_are_refused(tmp_path):
     """Even if the manifest lists none, as after a kill while the first shard was being extended."""
     out = tmp_path / "o"
@@ -330,6 +339,16 @@ def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
         fineweb.main([*args, "--tokenizer", "bytes"])
 
 
+def test_a_source_edited_after_the_build_is_reported_even_if_its_size_is_the_same(tmp_path, capsys):
+    """The manifest records names and sizes only, because hashing terabytes would take hours."""
+    (source := tmp_path / "in.txt").write_text("Some Text " * 50)
+    args = ["--source", str(source), "--out", str(tmp_path / "o"), "--tokenizer", "bytes"]
+    for text in ("Some Text ", "some text "):
+        source.write_text(text * 50)
+        fineweb.main(args)
+        assert ("in.txt is newer than the shards in" in capsys.readouterr().err) == (text[0] == "s")
+
+
 def test_builtin_text_is_the_same_in_every_process(tmp_path, builtin_text, monkeypatch):
     (theirs := tmp_path / "t" / "mine_train_000001.npy").parent.mkdir()
     theirs.write_bytes(b"somebody's")
@@ -348,6 +367,14 @@ def test_builtin_text_is_the_same_in_every_process(tmp_path, builtin_text, monke
     for process in both:
         assert f"{manifest['documents']:,} documents" in process.communicate(timeout=120)[0]
     assert hashes(tmp_path / "c") == hashes(out)
+
+
+def test_built_in_text_with_another_tokenizer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(python_docs, "python_documents", lambda: ["some words of text"] * 20)
+    fineweb.build_python_docs(tmp_path, "bpe:300")
+    fineweb.build_python_docs(tmp_path, "bpe:300")
+    with pytest.raises(UserError, match="does not match --tokenizer wordpiece"):
+        fineweb.build_python_docs(tmp_path, "wordpiece")
 
 
 # ---- interruptions -------------------------------------------------------------------------------

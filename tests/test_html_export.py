@@ -8,9 +8,8 @@ import re
 
 import pytest
 import torch
-from browser import Tab
+from browser import EVIL, Tab
 from conftest import ROOT, add_noise, fail, succeed
-from test_serve import EVIL
 from test_weights import saved, tiny_gpt
 
 from lab.cli import UserError

@@ -215,6 +215,14 @@ def test_a_build_continues_after_the_hub_was_unreachable(hub, tmp_path):
     assert first.endswith(f"/revision/{REVISION}")
 
 
+@pytest.mark.parametrize("configs", [[], [{"config_name": "small", "data_dir": "sample/small"}]])
+def test_a_data_set_without_a_list_of_splits_is_read_completely_and_says_so(hub, tmp_path, configs):
+    hub.card = {"configs": configs}
+    got = call(*ARGS, "--out", tmp_path / "o", "--workers", 0, **hub.env)
+    assert got.returncode == 0 and "reading all 2 files, regardless of --split" in got.stderr
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(TEXTS))
+
+
 def test_unavailable_data_is_reported_in_one_sentence(hub, tmp_path):
     for more, said in {
         "--name huge": "one of default, small",

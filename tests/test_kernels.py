@@ -1,9 +1,11 @@
-"""lab.kernels: which modules are replaced, and whether the replacements give the same losses and gradients.
-GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU."""
+"""lab.kernels: losses and gradients of the fused cross-entropy, of 8-bit matmuls and of the fused MLP.
+
+GPU kernels need -m gpu; the fused cross-entropy also runs on a CPU. When a kernel is used is tested in
+test_replace_modules.py.
+"""
 
 import copy
 import importlib.util
-import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -12,21 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY_MODEL, VOCAB
-from test_model import noisy, tokens
+from test_model import noisy
 
-import lab.kernels
-import speedrun
-import train_gpt2
-from lab.cli import UserError
-from lab.distributed import World
 from lab.hardware import can_run_triton
 from lab.kernels import MLP_FUNCTIONS, cross_entropy, fp8_mlp, fused_mlp, replace_modules
 from lab.kernels.cross_entropy import FusedHeadLoss
 from lab.kernels.fused_mlp import FusedMLP
 from lab.precision import Precision
-from train_gpt2 import GPT, MLP, GPTConfig, HeadLoss, TrainConfig
+from train_gpt2 import MLP, GPTConfig, HeadLoss
 
-CPU = torch.device("cpu")
 N, C, V, PADDED = 37, 24, 50, 64  # 37 positions in chunks of 8: the last one is not full
 has_gpu = torch.cuda.is_available()
 has_fp8 = has_gpu and torch.cuda.get_device_capability() >= (8, 9)
@@ -49,328 +45,8 @@ def small(monkeypatch):
 def put_in(model, precision="fp32", fp8="off"):
     """A copy of a model with kernels in it."""
     model = copy.deepcopy(model)
-    replace_modules(
-        model,
-        mlp_class=MLP,
-        precision=Precision(precision, next(model.parameters()).device),
-        fp8=fp8,
-    )
+    replace_modules(model, MLP, Precision(precision, model.lm_head.weight.device), fp8)
     return model
-
-
-def gelu_kernel(x, w_fc, b_fc, w_proj, b_proj):
-    """What mlp_products computes on a GPU."""
-    before = F.linear(x, w_fc, b_fc)
-    after = F.gelu(before, approximate="tanh")
-    return F.linear(after, w_proj, b_proj), after, before
-
-
-@pytest.fixture
-def fused_mlp_everywhere(monkeypatch):
-    """replace_modules uses FusedMLP on a CPU too, with a stand-in for its kernel."""
-    monkeypatch.setattr(lab.kernels, "is_supported", lambda _: True)
-    monkeypatch.setattr(fused_mlp, "mlp_products", gelu_kernel)
-
-
-# ----------------------------------------------------------------------- which modules are replaced
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_replacing_keeps_parameters_and_random_state(tiny_config, fused_mlp_everywhere, precision):
-    """The state of AdamW depends on the order of parameters, checkpoints on their names."""
-    model, rng, reports = GPT(tiny_config), torch.get_rng_state(), []
-
-    def names():
-        return list(model.state_dict()), [(n, id(p)) for n, p in model.named_parameters()]
-
-    before, values = names(), [p.clone() for p in model.parameters()]
-    replace_modules(model, MLP, Precision(precision, CPU), report=reports.append)
-    assert torch.equal(rng, torch.get_rng_state()) and names() == before and not reports
-    assert all(map(torch.equal, model.parameters(), values))
-    assert type(model.head_loss) is FusedHeadLoss
-    assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP if precision == "bf16" else MLP}
-
-
-class SoftCap(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        logits = F.linear(x, weight)[:, : self.vocab_size].float()
-        logits = 30 * torch.tanh(logits / 30)
-        losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-        return losses if reduction == "none" else losses.sum()
-
-
-class LabelSmoothing(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        logits = F.linear(x, weight)[:, : self.vocab_size].float()
-        return F.cross_entropy(
-            logits, targets, ignore_index=-1, reduction=reduction, label_smoothing=0.01
-        )
-
-
-class Temperature(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        return super().forward(x / 1.001, weight, targets, reduction)
-
-
-class LearnedScale(HeadLoss):
-    def __init__(self, vocab_size):
-        super().__init__(vocab_size)
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, x, weight, targets, reduction):
-        return super().forward(self.scale * x, weight, targets, reduction)
-
-
-class NoEndOfText(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        targets = targets.masked_fill(targets == self.vocab_size - 1, -1)
-        return super().forward(x, weight, targets, reduction)
-
-
-class IgnoredCounts(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        return super().forward(x, weight, targets.clamp(min=0), reduction)
-
-
-class SkipEasy(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        losses = super().forward(x, weight, targets, "none")
-        losses = losses * (losses > 0.05)
-        return losses if reduction == "none" else losses.sum()
-
-
-class TrainingOnly(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        return (1 + 0.01 * self.training) * super().forward(x, weight, targets, reduction)
-
-
-class RoundedEvaluation(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        losses = super().forward(x, weight, targets, reduction)
-        return losses.round() if reduction == "none" else losses
-
-
-class OtherInterface(HeadLoss):
-    def forward(self, x, weight, targets, reduction):
-        loss = super().forward(x, weight, targets, "sum")
-        return loss if reduction == "sum" else (loss, loss)
-
-
-@pytest.mark.parametrize(
-    "edited",
-    [
-        SoftCap, LabelSmoothing, Temperature, LearnedScale, NoEndOfText, IgnoredCounts, SkipEasy,
-        TrainingOnly, RoundedEvaluation, OtherInterface,
-    ],
-)  # fmt: skip
-def test_edited_head_loss_is_kept(tiny_config, edited):
-    model, reports = GPT(tiny_config), []
-    model.head_loss = mine = edited(tiny_config.vocab_size)
-    model.eval()  # the comparison uses training mode
-    rng = torch.get_rng_state()
-    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
-    sentence = f"{edited.__name__} differs from the fused cross-entropy: using your version"
-    assert model.head_loss is mine and reports == [sentence]
-    assert torch.equal(rng, torch.get_rng_state())
-
-
-def test_unedited_subclass_of_head_loss_is_replaced(tiny_config):
-    model, reports = GPT(tiny_config), []
-    model.head_loss = type("Copy", (HeadLoss,), {})(tiny_config.vocab_size)
-    replace_modules(model, MLP, Precision("fp32", CPU), report=reports.append)
-    assert type(model.head_loss) is FusedHeadLoss and not reports
-
-
-class ReluSquared(MLP):
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
-
-
-class ExactGELU(MLP):
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x)))
-
-
-class Dropout(MLP):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.1, self.training)
-
-
-class Clamped(MLP):
-    def forward(self, x):
-        h = F.gelu(self.c_fc(x), approximate="tanh")
-        return self.c_proj(h.clamp(max=15))
-
-
-class TokenShift(MLP):
-    def forward(self, x):
-        return super().forward(torch.cat([x[:, :1], x[:, :-1]], dim=1))
-
-
-class NoProjectionBias(MLP):
-    def forward(self, x):
-        return super().forward(x) - self.c_proj.bias
-
-
-class DoubledBias(MLP):
-    def forward(self, x):
-        return super().forward(x) + self.c_proj.bias.detach()
-
-
-class DetachedInput(MLP):
-    def forward(self, x):
-        return super().forward(x + (0.01 * x).detach() - 0.01 * x)
-
-
-class WithGain(MLP):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("gain", torch.ones(()))
-
-    def forward(self, x):
-        return self.gain * super().forward(x)
-
-
-EDITED_MLPS = [
-    ReluSquared, ExactGELU, Dropout, Clamped, TokenShift, NoProjectionBias, DoubledBias, DetachedInput,
-    WithGain,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("edited", EDITED_MLPS)
-def test_edited_mlp_is_kept(tiny_config, fused_mlp_everywhere, edited):
-    """Only in the edited block, whose biases are 0 as at the start of training."""
-    model, reports = GPT(tiny_config), []
-    model.transformer.h[1].mlp = mine = edited(tiny_config)
-    model.eval()
-    torch.nn.init.zeros_(mine.c_proj.bias)
-    rng = torch.get_rng_state()
-    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
-    sentence = f"{edited.__name__} differs from the fused kernel's GELU MLP: using your version"
-    assert model.transformer.h[1].mlp is mine and reports == [sentence]
-    assert type(model.transformer.h[0].mlp) is FusedMLP
-    assert torch.equal(rng, torch.get_rng_state()) and not mine.training
-
-
-class Rewritten(MLP):
-    """The same function, with a submodule and a method of its own."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.act = torch.nn.GELU("tanh")
-
-    def hidden(self, x):
-        return self.act(self.c_fc(x))
-
-    def forward(self, x):
-        return self.c_proj(self.hidden(x))
-
-
-def test_rewritten_mlp_that_computes_the_same_is_replaced(tiny_config, fused_mlp_everywhere):
-    """FusedMLP calls it for small micro-batches, also in a copy and in a compiled model."""
-    model, reports, x = GPT(tiny_config), [], torch.randn(2, 5, tiny_config.n_embd)
-    for block in model.transformer.h:
-        block.mlp = Rewritten(tiny_config)
-    plain, keys = copy.deepcopy(model.transformer.h[0].mlp), list(model.state_dict())
-    replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
-    assert {type(b.mlp) for b in model.transformer.h} == {FusedMLP} and not reports
-    assert list(model.state_dict()) == keys
-    fused = model.transformer.h[0].mlp
-    assert torch.equal(fused(x), plain(x))
-    copied = copy.deepcopy(fused)
-    with torch.no_grad():
-        copied.c_fc.weight.zero_()
-    assert torch.equal(fused(x), plain(x)) and not torch.equal(copied(x), plain(x))
-    torch._dynamo.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), plain(x))
-    compiled(x).sum().backward()
-    assert fused.c_fc.weight.grad.norm() > 0
-
-
-def test_8_bit_kernel_also_replaces_the_squared_relu_of_speedrun(fused_mlp_everywhere, monkeypatch):
-    """Only the 8-bit one: in bf16 torch.compile fuses squared ReLU."""
-
-    def kernel(x, w_fc, b_fc, w_proj, b_proj, function):
-        assert (b_fc, b_proj, function) == (None, None, "relu2")
-        return [MLP_FUNCTIONS[function](x, w_fc.bfloat16(), w_proj.bfloat16()).mul(factor)]
-
-    monkeypatch.setattr(fp8_mlp, "mlp_products_fp8", kernel)
-    monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
-    for fp8, factor, wanted in (("head", 1, False), ("all", 1, True), ("all", 1.2, False)):
-        model, reports = speedrun.GPT(speedrun.GPTConfig(**TINY_MODEL)), []
-        parameters = list(model.named_parameters())
-        replace_modules(model, MLP, Precision("bf16", CPU), fp8, reports.append)
-        for block in model.transformer.h:
-            assert type(block.mlp) is (fp8_mlp.Fp8MLP if wanted else speedrun.MLP)
-        assert len(reports) == (factor != 1)
-        assert all(a is b for (_, a), b in zip(parameters, model.parameters(), strict=True))
-        assert [name for name, _ in parameters] == [name for name, _ in model.named_parameters()]
-    model.transformer.h[1].mlp.forward = lambda x: x
-    replace_modules(model, MLP, Precision("bf16", CPU), "head", reports.append)
-    assert "MLP differs" in reports[-1]
-
-
-def test_inaccurate_mlp_kernel_is_not_used(tiny_config, fused_mlp_everywhere, monkeypatch):
-    def reported():
-        model, reports = GPT(tiny_config), []
-        replace_modules(model, MLP, Precision("bf16", CPU), report=reports.append)
-        kinds = {type(block.mlp) for block in model.transformer.h}
-        assert kinds == ({MLP} if reports else {FusedMLP})
-        return reports
-
-    def use_kernel(factor):
-        kernel = lambda *inputs: [y * factor for y in gelu_kernel(*inputs)]  # noqa: E731
-        monkeypatch.setattr(fused_mlp, "mlp_products", kernel)
-
-    error = lab.kernels.kernel_error(FusedMLP, MLP(tiny_config))
-    assert 1e-3 < error < 0.01, "rounding to bf16"
-    use_kernel(1.005)
-    assert not reported()
-    use_kernel(2)
-    assert "error on this GPU is 1, and at most 0.02 is accepted" in reported()[0]
-    use_kernel(float("nan"))
-    assert "error on this GPU is nan" in reported()[0]
-
-    def no_algorithm(*_):
-        raise RuntimeError("no algorithm")
-
-    monkeypatch.setattr(fused_mlp, "mlp_products", no_algorithm)
-    assert reported() == ["FusedMLP fails on this GPU (no algorithm): using the plain MLP"]
-
-
-def test_modules_are_replaced_before_the_micro_batch_is_chosen(shards, monkeypatch):
-    """Plain logits of 64 x 1024 positions take 13 GB, so only a smaller micro-batch would fit."""
-    found = []
-
-    def fit(model, *_):
-        found.append(type(model.head_loss))
-        return 2
-
-    monkeypatch.setattr(train_gpt2, "find_max_batch_size", fit)
-    how = dict(data=str(shards), total_batch_size=64, seq_len=16, max_steps=1, device="cpu")
-    cfg = TrainConfig("laptop", **how, compile=False)
-    train_gpt2.build_trainer(GPTConfig(**TINY_MODEL), cfg, World("cpu"))
-    assert found == [FusedHeadLoss]
-
-
-def test_evaluation_uses_the_plain_modules(tiny_config, fused_mlp_everywhere, monkeypatch):
-    """Validation and samples are bit-equal to the plain model, except for the order of a sum, and the
-    logits are computed in chunks."""
-    monkeypatch.setattr(cross_entropy, "CHUNK", 64)  # matmuls of very few rows round differently
-    plain, (x, y) = noisy(tiny_config), tokens()
-    y[0, :5] = -1
-    for precision, fp8 in itertools.product(("fp32", "bf16"), (False, True)):
-        fused, rows = put_in(plain, precision), []
-        fused.head_loss.fp8 = fp8  # replace_modules would refuse it here
-        watched = fused.head_loss.plain
-        watched.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
-            assert torch.equal(fused(x)[0], plain(x)[0])
-            each, theirs = (m(x, y, reduction="none")[1] for m in (fused, plain))
-            assert torch.equal(each, theirs) and max(rows) == cross_entropy.CHUNK // 4
-            sums = [m(x, y, reduction="sum")[1].item() for m in (fused, plain)]
-            assert sums[0] == pytest.approx(sums[1], rel=1e-6)
 
 
 # ----------------------------------------------------------------------------- the loss of the head
@@ -440,19 +116,6 @@ def test_fp16_keeps_gradients_below_its_smallest_number():
     assert ours[2][1:, 1].mean().item() == pytest.approx(right, rel=0.01)
 
 
-def test_comparison_detects_wrong_losses():
-    """Padding rows included, targets of -1 counted, the last chunk missing."""
-    x, weight, targets = problem()
-    wrong = (
-        lambda x, w, t: F.cross_entropy(x @ w.T, t, ignore_index=-1, reduction="sum"),
-        lambda x, w, t: F.cross_entropy((x @ w.T)[:, :V], t.clamp(min=0), reduction="sum"),
-        lambda x, w, t: expected(x[:32], w, t[:32]),
-    )
-    right = with_gradients(expected, x, weight, targets)
-    for way in wrong:
-        assert not agree(with_gradients(way, x, weight, targets), right, 1e-3)
-
-
 def test_fused_loss_is_a_valid_operator_and_compiles_to_one_graph():
     x, weight, targets = problem()
     inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_(), targets, V)
@@ -479,20 +142,6 @@ def test_scaling_to_8_bits_and_back_has_no_bias():
         top = x.abs().argmax()
         largest = pytest.approx(x[top].float().item(), rel=0.01)
         assert q[top].float() * scale == largest, "not saturated"
-
-
-@pytest.mark.parametrize("fp8", ["head", "all"])
-def test_unavailable_fp8_is_refused(tiny_config, monkeypatch, fp8):
-    model = GPT(tiny_config)
-
-    def refused(match, precision="bf16"):
-        with pytest.raises(UserError, match=match):
-            replace_modules(model, mlp_class=MLP, precision=Precision(precision, CPU), fp8=fp8)
-        assert type(model.head_loss) is HeadLoss, "no module was replaced"
-
-    refused("RTX 40, H100 and newer")
-    monkeypatch.setattr(lab.kernels, "fp8_unsupported_reason", lambda _: "")
-    refused("needs precision=bf16, not fp32", "fp32")
 
 
 tanh_gelu = partial(F.gelu, approximate="tanh")

@@ -87,6 +87,16 @@ def test_missing_numbers_are_null_today_and_nan_in_older_logs(tmp_path):
     )
 
 
+def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_path):
+    for other, said in ((1.7151, "a and b have the same validation loss at 3.28M tokens, 1.71"),
+                        (1.725, "a has validation loss 1.71 at 3.28M tokens, 0.01 nats below b")):  # fmt: skip
+        runs = {"a": RUN, "b": [*RUN[:-1], val(400, other)]}
+        logs = {
+            name: read_log.read_log(write_log(tmp_path / name, of)) for name, of in runs.items()
+        }
+        assert plot.headline(logs) == said
+
+
 def test_fields_that_no_run_writes_are_ignored(tmp_path):
     wrong = [dict(loss="x"), dict(loss=10**400), dict(time=10**300), dict(time="x"), dict(kind=3)]
     wrong += [dict(step="5"), dict(step=-1), dict(step=2**60), dict(lr=[1]), dict(tokens={})]

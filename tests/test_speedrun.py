@@ -1,8 +1,6 @@
-"""speedrun.py: the model, its schedules, whole runs, and the comparison in bench/speedrun.py."""
+"""speedrun.py: the model, its optimizers and schedules, and whole runs."""
 
 import functools
-import importlib.util
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,19 +29,17 @@ FLAGS = (
     "--batch_size 4 --vocab_multiple 128 --total_batch_size 128 --decay_steps 4 --val_tokens 256 "
     "--val_every 0 --sample_every 0 --checkpoint_every 3 --log_every 1 --keep_last 9 --run_name r"
 ).split()
-
-
-def tiny_model(**changes):
-    return add_noise(GPT(GPTConfig(**TINY | changes)))
-
-
 EVERYTHING = dict(bigram_rows=100, value_tables=2)
 PROJECTED = dict(value_tables=0, value_projection=True)
 CONFIG = GPTConfig(**TINY)  # its heads have 16 channels
 LONGER = dict(rope_scaling="yarn", trained_length=8)
 
 
-# ------------------------------------------------------------------------------------------ model
+def tiny_model(**changes):
+    return add_noise(GPT(GPTConfig(**TINY | changes)))
+
+
+# -------------------------------------------------------------------------------------------- model
 
 
 @pytest.mark.parametrize(
@@ -95,65 +91,6 @@ def test_attention_scores_depend_only_on_distance_and_direction():
         assert torch.allclose(model(idx)[0], before, atol=1e-4) == normed
 
 
-def yarn_by_the_paper(frequencies, length, scale):
-    """Peng et al. 2023: r (eq. 17) is the trained length in wavelengths; gamma is eq. 18, with alpha = 1
-    and beta = 32; the new frequency is eq. 19."""
-    found = []
-    for theta in frequencies:
-        r = length / (2 * math.pi / theta)
-        gamma = 0 if r < 1 else 1 if r > 32 else (r - 1) / (32 - 1)
-        found.append((1 - gamma) * theta / scale + gamma * theta)
-    return found
-
-
-@pytest.mark.parametrize("scale", [1, 1.5, 4, 32])
-def test_scaled_rope_frequencies_are_those_of_transformers_and_of_the_papers(scale):
-    """Our heads of 128 channels have 32 frequencies, like transformers' heads of 64; the base is chosen so
-    that the slowest ones agree. YaRN keeps high frequencies, divides low ones by scale, and interpolates
-    between. transformers interpolates differently, so only the two ends, and the factor on queries and
-    keys, are compared with it."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    shape = dict(
-        n_layer=1, n_head=1, n_embd=128, block_size=round(1024 * scale), trained_length=1024
-    )
-    base = 1024 ** (32 / 31)
-    plain = [base ** (-2 * i / 64) for i in range(32)]
-    assert speedrun.rope_frequencies(GPTConfig(**shape))[0].tolist() == pytest.approx(plain)
-    for ours, theirs in dict(linear="linear", ntk="dynamic", yarn="yarn").items():
-        more = dict(rope_type=theirs, rope_theta=base, factor=1.0 if ours == "ntk" else scale)
-        more |= dict(original_max_position_embeddings=1024) if ours == "yarn" else {}
-        other = LlamaConfig(
-            hidden_size=64, num_attention_heads=1, max_position_embeddings=1024, rope_parameters=more
-        )  # fmt: skip
-        expected, factor = ROPE_INIT_FUNCTIONS[theirs](other, "cpu", round(1024 * scale))
-        config = GPTConfig(**shape, rope_scaling=ours)
-        found, our_factor = speedrun.rope_frequencies(config)
-        assert our_factor == pytest.approx(factor)
-        if ours != "yarn":
-            assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-            continue
-        paper = yarn_by_the_paper(plain, 1024, scale)
-        assert found.tolist() == pytest.approx(paper, rel=1e-5)
-        assert found[[0, -1]].tolist() == pytest.approx(expected[[0, -1]].tolist(), rel=1e-5)
-        assert our_factor == pytest.approx(1 if scale == 1 else 0.1 * math.log(scale) + 1)
-
-
-def test_yarn_multiplies_attention_scores_by_the_square_of_its_factor():
-    """Of channels that rotate and of those that don't."""
-    q, k = torch.randn(2, 1, 9, 2, 16)  # (B, T, H, D)
-    found = {}
-    for scaling in ("none", "yarn"):
-        config = GPTConfig(**TINY | LONGER | dict(rope_scaling=scaling))
-        turn = speedrun.rotation(torch.zeros(9), config)  # position 0: no rotation, only the factor
-        found[scaling] = scores(speedrun.rotate(q, turn), speedrun.rotate(k, turn))
-    temperature = 1 / (0.1 * math.log(32 / 8) + 1) ** 2  # eq. 22: sqrt(1 / t) = 0.1 ln(s) + 1
-    assert torch.allclose(found["yarn"], found["none"] / temperature, atol=1e-5)
-    turned = speedrun.rotate(q, speedrun.rotation(torch.arange(9) + 20, config))
-    assert torch.allclose(turned.norm(dim=-1) * temperature**0.5, q.norm(dim=-1), atol=1e-5)
-
-
 @pytest.mark.parametrize("changes", [{}, LONGER, PROJECTED, EVERYTHING | dict(document_mask=True)])
 def test_cached_and_uncached_generation_give_the_same_tokens(changes):
     """Also beyond the context length, where the older half of the window is dropped."""
@@ -165,13 +102,13 @@ def test_cached_and_uncached_generation_give_the_same_tokens(changes):
     assert cached == [token.tolist() for token in by_definition(whole, idx, 60, temperature=0)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_speedrun_model_does_not_use_gpt2s_decode_kernel(device):
-    """It decodes without the kernel; on a GPU the step is compiled."""
-    model = tiny_model(**EVERYTHING).to(device)
+@pytest.mark.gpu
+def test_compiled_decode_step_gives_the_same_tokens_on_a_gpu():
+    """GPT-2's decode kernel does not support this model."""
+    model = tiny_model(**EVERYTHING).cuda()
     assert not supports(model)
     cache = KVCache(32, make_decode_step(model))
-    for idx in torch.randint(VOCAB, (2, 1, 5), device=device):
+    for idx in torch.randint(VOCAB, (2, 1, 5), device="cuda"):
         plain, fast = (list(generate(model, idx, 40, 0, cache=c)) for c in (None, cache))
         assert [token.item() for token, _ in fast] == [token.item() for token, _ in plain]
 
@@ -212,12 +149,8 @@ def test_an_edit_of_gpt2s_mlp_does_not_change_this_one(monkeypatch):
 
 
 @torch.no_grad()
-def test_squared_relu_and_learned_value_mixing():
-    model, x = tiny_model(), torch.randn(2, 7, 32)
-    mlp, attn = model.transformer.h[0].mlp, model.transformer.h[0].attn
-    neurons = (x @ mlp.c_fc.weight.mT).clamp(min=0)
-    assert torch.allclose(mlp(x), neurons**2 @ mlp.c_proj.weight.mT, atol=1e-6)
-
+def test_value_embeddings_are_mixed_into_the_values_with_learned_weights():
+    attn, x = tiny_model().transformer.h[0].attn, torch.randn(2, 7, 32)
     turn, value = speedrun.rotation(torch.arange(7), CONFIG), torch.randn(2, 7, 32)
     attn.mix_values[:] = torch.tensor([1.0, 0.0])
     plain = attn(x, turn, None)
@@ -227,6 +160,20 @@ def test_squared_relu_and_learned_value_mixing():
     attn.mix_values[:] = torch.tensor([1.0, 1.0])
     assert torch.allclose(half - plain, 0.5 * (attn(x, turn, value) - plain), atol=1e-5)
     assert not torch.allclose(half, plain, atol=1e-2)
+
+
+@torch.no_grad()
+def test_value_projection_is_the_formula_in_every_second_block():
+    model = tiny_model(**PROJECTED)
+    attns = [block.attn for block in model.transformer.h]
+    assert [hasattr(attn, "c_value") for attn in attns] == [True, False, True]
+    idx, seen = torch.randint(VOCAB, (2, 9)), []
+    attns[2].register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    model(idx)
+    x = speedrun.norm(model.transformer.wte(idx))
+    x = model.smear(x, torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    assert torch.allclose(seen[0], x @ attns[2].c_value.weight.mT, atol=1e-5)
+    assert any(p is attns[0].c_value.weight for p in model.block_matrices())
 
 
 def test_dropout_acts_on_embedding_and_blocks_in_training_only():
@@ -252,6 +199,18 @@ def test_dropout_acts_on_embedding_and_blocks_in_training_only():
         GPTConfig(**TINY, dropout=1.0).validate()
 
 
+# ------------------------------------------------------------------------- optimizers and schedules
+
+
+def in_process(tmp_path, shards, model=(), **settings):
+    base = dict(
+        data=str(shards), log_dir=str(tmp_path), device="cpu", total_batch_size=128, batch_size=4,
+        seq_len=16, max_steps=4, decay_steps=2, compile=False, run_name="x", val_tokens=150,
+    )  # fmt: skip
+    model_config = GPTConfig(**TINY | dict(model))
+    return speedrun.build_trainer(model_config, TrainConfig(**base | settings), World("cpu"))
+
+
 def test_optimizers_follow_the_settings():
     cfg = TrainConfig(beta1=0.7, beta2=0.9, eps=1e-9, momentum=0.6, equilibrate_rows=True)
     world = SimpleNamespace(device=torch.device("cpu"), distributed=True)
@@ -269,7 +228,19 @@ def test_optimizers_follow_the_settings():
     assert theirs.parts[0].world is world
 
 
-# --------------------------------------------------------------------------------------- schedule
+def test_decay_all_decays_embeddings_and_head(tmp_path, shards):
+    run = in_process(tmp_path, shards, weight_decay=0.4, decay_all=True)
+    adamw = run.optimizer.parts[1]
+    run.train_step()
+    before = [[p.detach().clone() for p in group["params"]] for group in adamw.param_groups]
+    for p in run.raw_model.parameters():
+        p.grad = torch.zeros_like(p)
+    for state in adamw.state.values():
+        state["exp_avg"].zero_()
+    adamw.step()  # the gradient and its averages are 0, so only the decay changes weights
+    for group, old, decay in zip(adamw.param_groups, before, (0, 0.4, 0.4), strict=True):
+        for p, q in zip(group["params"], old):
+            assert torch.allclose(p, q * (1 - decay * group["lr"]), atol=1e-6)
 
 
 def test_learning_rate_momentum_and_batch_schedules(tmp_path, shards):
@@ -291,6 +262,8 @@ def test_learning_rate_momentum_and_batch_schedules(tmp_path, shards):
         (0.02, 0.95, 128),
     ]  # fmt: skip
     assert [step_tokens(step, run.cfg) for step in (0, 19, 20)] == [64, 64, 128]
+    with pytest.raises(UserError, match="=192 must .* try 256, or pass --batch_warmup_steps 0"):
+        replace(run.cfg, total_batch_size=192).validate(run.raw_model.config)
 
 
 def test_spike_names_its_own_sequences_during_batch_warmup(tmp_path, shards):
@@ -308,7 +281,74 @@ def test_spike_names_its_own_sequences_during_batch_warmup(tmp_path, shards):
     assert [s["at"] for s in named] == run.loader.sequence_names(4, 0)
 
 
-# -------------------------------------------------------------------------------------- real runs
+def test_run_ends_with_the_moving_average_of_its_weights(tmp_path, shards):
+    """Mean of the first two updates, then an exponential moving average. A run that did not keep one before
+    it was resumed starts from its weights; an average of other shapes is refused."""
+    model = dict(tied=True)
+    runs = [in_process(tmp_path, shards, model, ema_steps=n) for n in (0, 0.5)]  # 2 of 4 steps
+    wanted = list(runs[0].raw_model.parameters())
+    for step in range(4):
+        for run in runs:
+            run.train_step()
+        weights = [p.detach().clone() for p in runs[0].raw_model.parameters()]
+        new = max(0.5, 1 / (step + 1))
+        wanted = [new * p + (1 - new) * old for p, old in zip(weights, wanted)]
+        found = runs[1].average.values()
+        assert max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) < 1e-6
+        used = wanted if step == 3 else weights
+        pairs = zip(runs[1].raw_model.parameters(), used)
+        assert max((a - b).abs().max() for a, b in pairs) < 1e-6
+
+    state = runs[0].state_dict()
+    assert "average" not in state
+    restore_checkpoint(runs[1], state)
+    assert all(torch.equal(t, state["model"][name]) for name, t in runs[1].average.items())
+    state = runs[1].state_dict()
+    state["average"] = state["average"] | {"lm_head.weight": torch.zeros(2)}
+    restore_checkpoint(runs[0], state)  # without --ema_steps it is not needed
+    with pytest.raises(UserError, match="lm_head.weight"):
+        restore_checkpoint(runs[1], state)
+
+
+def test_each_difference_can_be_turned_off(tmp_path, shards):
+    """The model trains with each flag on and off, and each flag changes the losses."""
+
+    def losses(model=(), **settings):
+        run = in_process(tmp_path, shards, model, **settings)
+        return [run.train_step()[0].sum().item() for _ in range(4)]
+
+    assert losses() == (usual := losses())
+    changes = {k: not v for k, v in vars(GPTConfig()).items() if isinstance(v, bool)}
+    del changes["bf16_residual"]  # only changes runs in 16 bits
+    del changes["value_projection"]  # blocks that have a value table keep it
+    assert losses(PROJECTED) != losses(dict(value_tables=0))
+    changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99, dropout=0.1)
+    for name, value in changes.items():
+        assert losses({name: value}) != usual, name
+    for settings in (
+        dict(optimizer="muon"), dict(optimizer="adamw"), dict(momentum_warmup=100),
+        dict(batch_warmup_steps=2), dict(weight_decay=1.0), dict(weight_decay=1.0, decay_all=True),
+    ):  # fmt: skip
+        assert losses(**settings) != usual, settings
+
+
+def test_compiled_equals_eager_without_recompiling_after_warmup(tmp_path, shards, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(lab.hardware, "compile_unsupported_reason", lambda *_: "")
+    torch._dynamo.reset()
+    counters.clear()
+    staged, graphs = dict(batch_warmup_steps=2), set()
+    runs = [in_process(tmp_path, shards, compile=c, **staged) for c in (False, True)]
+    for _ in range(4):
+        a, b = (run.train_step()[0].sum().item() for run in runs)
+        assert a == pytest.approx(b, abs=1e-4)
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1 and 0 not in graphs, "recompiled after the first step"
+
+
+# --------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.fixture
@@ -352,31 +392,18 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     model, state = load_model(str(folder)), whole.checkpoints[6]["model"]
     assert type(model).__module__ == "speedrun" and model.config.bigram_rows == 100
     assert all(torch.equal(state[name], p) for name, p in model.state_dict().items())
-    example = dict(ctx="a", endings=["b", "c", "d", "e"], label=1)
-    (tmp_path / "h.jsonl").write_text(json.dumps(example))
     for command, status, words in (
         ("sample.py ab --max_new_tokens 5 --model log/r", 0, "ab"),
-        ("hellaswag.py --data h.jsonl --device cpu --json --model log/r", 0, '"count": 1'),
         ("lab export --out o log/r", 2, "is not a GPT-2 or BERT"),
     ):
         program, *flags = command.split()
         done = run_python(ROOT / program, *flags, cwd=tmp_path)
         assert done.returncode == status and words in done.stdout + done.stderr, done.stderr
-    begin = ("--max_steps", 1, "--log_dir", "other", "--init_from", folder)
-    run_speedrun(*begin)  # with its differences to GPT-2, as well as its shape
+    run_speedrun("--max_steps", 1, "--log_dir", "other", "--init_from", folder)
+    # with its differences to GPT-2, as well as its shape
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
-    assert "gpt2 is not a run, and --init_from" in run_speedrun("--init_from", "gpt2", status=2)
-    uneven = run_speedrun("--total_batch_size", 192, "--batch_warmup_steps", 2, status=2)
-    assert (
-        "total_batch_size=192 must be" in uneven
-        and "try 256, or pass --batch_warmup_steps 0" in uneven
-    )
-    other = run_speedrun(*begin, "--bigram_rows", 50, "--run_name", "w", status=2)
-    assert "is a different model: bigram_rows=100 (here 50); pass --bigram_rows 100" in other
     said = run_speedrun("--resume", "--max_steps", 7, "--checkpoint_every", 0)
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
-    other = run_speedrun("--resume", "--max_steps", 7, "--no_qk_norm", "--tied", status=2)
-    assert "qk_norm=True (here False), tied=False (here True); pass --qk_norm and --no" in other
 
 
 def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
@@ -405,24 +432,16 @@ def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):
         init_from(str(tmp_path / "log/r"), other)
         losses.add(other(x, x)[1].item())
     assert len(losses) == 4, "the same weights, with other rotations"
-    with pytest.raises(UserError, match=r"different model: n_head=2 \(here 4\); pass --n_head 2"):
-        init_from(str(tmp_path / "log/r"), GPT(replace(model.config, n_head=4)))
-    with pytest.raises(UserError, match=r"different model: block_size=32 \(here 64\)"):
-        rows = GPT(replace(model.config, rotary=False))  # learned positions: a row for each
-        init_from(str(tmp_path / "log/r"), rows)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(trained_length=0), "trained_length=0 must be from 1 to block_size=32"),
-        (dict(trained_length=33), "trained_length=33 must be from 1 to block_size=32"),
-        (dict(trained_length=8, rotary=False), "rope_scaling=ntk needs rotary"),
-    ],
-)
-def test_rope_scaling_that_cannot_work_is_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        GPTConfig(**TINY | dict(rope_scaling="ntk") | changes).validate()
+    for changes, differences in (
+        (dict(n_head=4), r"n_head=2 \(here 4\); pass --n_head 2"),
+        (
+            dict(qk_norm=False, tied=True),
+            r"qk_norm=True .*, tied=False .*; pass --qk_norm and --no_tied",
+        ),
+        (dict(rotary=False), r"block_size=32 \(here 64\)"),  # learned positions: a row for each
+    ):
+        with pytest.raises(UserError, match=f"different model: {differences}"):
+            init_from(str(tmp_path / "log/r"), GPT(replace(model.config, **changes)))
 
 
 def test_two_processes_equal_one(tmp_path, shards, run_speedrun):
@@ -440,187 +459,3 @@ def test_two_processes_equal_one(tmp_path, shards, run_speedrun):
     assert one.checkpoints[4]["loader"] == two.checkpoints[4]["loader"]
     flags = "--resume --log_dir one --max_steps 5 --batch_size 2".split()
     run_two(ROOT / "speedrun.py", *flags, cwd=tmp_path)
-
-
-def in_process(tmp_path, shards, model=(), **settings):
-    base = dict(
-        data=str(shards), log_dir=str(tmp_path), device="cpu", total_batch_size=128, batch_size=4,
-        seq_len=16, max_steps=4, decay_steps=2, compile=False, run_name="x", val_tokens=150,
-    )  # fmt: skip
-    model_config = GPTConfig(**TINY | dict(model))
-    return speedrun.build_trainer(model_config, TrainConfig(**base | settings), World("cpu"))
-
-
-def test_each_difference_can_be_turned_off(tmp_path, shards):
-    """The model trains with each flag on and off, and each flag changes the losses."""
-
-    def losses(model=(), **settings):
-        run = in_process(tmp_path, shards, model, **settings)
-        return [run.train_step()[0].sum().item() for _ in range(4)]
-
-    assert losses() == (usual := losses())
-    changes = {k: not v for k, v in vars(GPTConfig()).items() if isinstance(v, bool)}
-    del changes["bf16_residual"]  # only changes runs in 16 bits
-    del changes["value_projection"]  # blocks that have a value table keep it
-    assert losses(PROJECTED) != losses(dict(value_tables=0))
-    changes |= dict(mlp="gelu", value_tables=0, bigram_rows=99, dropout=0.1)
-    for name, value in changes.items():
-        assert losses({name: value}) != usual, name
-    for settings in (
-        dict(optimizer="muon"), dict(optimizer="adamw"), dict(momentum_warmup=100),
-        dict(batch_warmup_steps=2), dict(weight_decay=1.0), dict(weight_decay=1.0, decay_all=True),
-    ):  # fmt: skip
-        assert losses(**settings) != usual, settings
-
-
-@torch.no_grad()
-def test_value_projection_is_the_formula_in_every_second_block():
-    model = tiny_model(**PROJECTED)
-    attns = [block.attn for block in model.transformer.h]
-    assert [hasattr(attn, "c_value") for attn in attns] == [True, False, True]
-    idx, seen = torch.randint(VOCAB, (2, 9)), []
-    attns[2].register_forward_pre_hook(lambda _, args: seen.append(args[2]))
-    model(idx)
-    x = speedrun.norm(model.transformer.wte(idx))
-    x = model.smear(x, torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
-    assert torch.allclose(seen[0], x @ attns[2].c_value.weight.mT, atol=1e-5)
-    assert any(p is attns[0].c_value.weight for p in model.block_matrices())
-
-
-def test_run_ends_with_the_moving_average_of_its_weights(tmp_path, shards):
-    """Mean of the first two updates, then an exponential moving average. A run that did not keep one before
-    it was resumed starts from its weights; an average of other shapes is refused."""
-    model = dict(tied=True)
-    runs = [in_process(tmp_path, shards, model, ema_steps=n) for n in (0, 0.5)]  # 2 of 4 steps
-    wanted = list(runs[0].raw_model.parameters())
-    for step in range(4):
-        for run in runs:
-            run.train_step()
-        weights = [p.detach().clone() for p in runs[0].raw_model.parameters()]
-        new = max(0.5, 1 / (step + 1))
-        wanted = [new * p + (1 - new) * old for p, old in zip(weights, wanted)]
-        found = runs[1].average.values()
-        assert max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) < 1e-6
-        used = wanted if step == 3 else weights
-        pairs = zip(runs[1].raw_model.parameters(), used)
-        assert max((a - b).abs().max() for a, b in pairs) < 1e-6
-
-    state = runs[0].state_dict()
-    assert "average" not in state
-    restore_checkpoint(runs[1], state)
-    assert all(torch.equal(t, state["model"][name]) for name, t in runs[1].average.items())
-    state = runs[1].state_dict()
-    state["average"] = state["average"] | {"lm_head.weight": torch.zeros(2)}
-    restore_checkpoint(runs[0], state)  # without --ema_steps it is not needed
-    with pytest.raises(UserError, match="lm_head.weight"):
-        restore_checkpoint(runs[1], state)
-
-
-def test_decay_all_decays_embeddings_and_head(tmp_path, shards):
-    run = in_process(tmp_path, shards, weight_decay=0.4, decay_all=True)
-    adamw = run.optimizer.parts[1]
-    run.train_step()
-    before = [[p.detach().clone() for p in group["params"]] for group in adamw.param_groups]
-    for p in run.raw_model.parameters():
-        p.grad = torch.zeros_like(p)
-    for state in adamw.state.values():
-        state["exp_avg"].zero_()
-    adamw.step()  # the gradient and its averages are 0, so only the decay changes weights
-    for group, old, decay in zip(adamw.param_groups, before, (0, 0.4, 0.4), strict=True):
-        for p, q in zip(group["params"], old):
-            assert torch.allclose(p, q * (1 - decay * group["lr"]), atol=1e-6)
-
-
-def test_compiled_equals_eager_without_recompiling_after_warmup(tmp_path, shards, monkeypatch):
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(lab.hardware, "compile_unsupported_reason", lambda *_: "")
-    torch._dynamo.reset()
-    counters.clear()
-    staged, graphs = dict(batch_warmup_steps=2), set()
-    runs = [in_process(tmp_path, shards, compile=c, **staged) for c in (False, True)]
-    for _ in range(4):
-        a, b = (run.train_step()[0].sum().item() for run in runs)
-        assert a == pytest.approx(b, abs=1e-4)
-        graphs.add(counters["stats"]["unique_graphs"])
-    assert len(graphs) == 1 and 0 not in graphs, "recompiled after the first step"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_speedrun", ROOT / "bench" / "speedrun.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_recipes_parse_and_differ(bench):
-    """The flags of all recipes, of both scales, are accepted, and no two recipes are equal."""
-    programs = {"speedrun.py": speedrun, "train_gpt2.py": train_gpt2}
-    for recipes in bench.RECIPES.values():
-        found = []
-        for flags in recipes.values():
-            program, *flags = flags.split()
-            how = programs[program].PRESETS, programs[program].__doc__, programs[program].Trainer
-            _, *configs = train_gpt2.settings.parse_flags([*flags, "--max_steps", "400"], *how)
-            assert configs not in found, flags
-            found.append(configs)
-
-
-def test_times_targets_and_intervals_match_a_hand_calculation(bench):
-    log = [dict(kind="val", step=0, loss=5.0)]
-    for step, dt_ms, loss in ((10, 100, 4.0), (20, 200, 3.0)):
-        log.append(dict(kind="train", step=step, dt_ms=dt_ms, loss=9))
-        log.append(dict(kind="val", step=step, loss=loss))
-    curve = bench.timed(log)
-    assert curve == [(0.0, 0, 5.0), (1.0, 10, 4.0), (3.0, 20, 3.0)]
-    assert [bench.seconds_to(curve, loss) for loss in (6, 3.5, 2.9)] == [0.0, 2.0, None]
-    assert bench.interval([0.1, 0.2, 0.3]) == "+0.2000 +- 0.2483"  # 4.30 * 0.1 / sqrt(3)
-
-
-@pytest.mark.parametrize("flags", ["--steps -3", "--seconds inf", "--steps 2 --gpus 0", ""])
-def test_comparison_without_a_length_is_refused(bench, flags):
-    with pytest.raises(UserError, match="must be 1 or more|exactly one of .* must be above 0"):
-        bench.main(["--scale", "laptop", *flags.split()])
-
-
-def test_finished_runs_are_reused_and_compared_by_seed(bench, tmp_path, monkeypatch, capsys):
-    """A short run converts seconds to steps. A finished run is not repeated, unless it used other flags
-    under the same recipe name. A run that fails does not end the others. A recipe whose loss is higher
-    than speedrun.py's for the same seeds has a positive difference."""
-    made = []
-    stale = dict(
-        scale="laptop", data="", gpus=1, more="", seconds=20.0, steps=0, recipe="muon", seed=1
-    )
-    (tmp_path / "o.jsonl").write_text(json.dumps(stale | dict(flags="another recipe's")) + "\n")
-
-    def train(recipe, seed, steps, cfg, folder, measured=True):
-        if recipe == "readable":
-            raise UserError("it has failed")
-        made.append((recipe, seed, steps, measured))
-        loss = 3 + 0.01 * seed + (recipe == "muon")
-        log = [dict(kind="start", device="CPU", num_params=9), dict(kind="first_step", seconds=1)]
-        for step in (steps // 2, steps):
-            dt_ms = 150 if step < 20 else 350  # in the short run, first steps are smaller
-            dt_ms = dt_ms if steps == 30 else 250
-            log.append(dict(kind="train", step=step, dt_ms=dt_ms, tokens=step * 8))
-            log.append(dict(kind="val", step=step, loss=loss))
-        return log
-
-    monkeypatch.setattr(bench, "train", train)
-    argv = f"--scale laptop --seconds 20 --seeds 1 2 --out {tmp_path}/o.jsonl"
-    argv += " --recipes readable speedrun muon"
-    for more in ([], ["--seeds", "1", "2", "3"]):
-        bench.main([*argv.split(), *more])
-        rows, said = (text.splitlines() for text in capsys.readouterr())
-    assert sum(line.endswith("to repeat it, pass another --out") for line in said) == 4, (
-        "reused runs are reported"
-    )
-    runs = [(r, s, *how) for s in (1, 2, 3) for r in ("speedrun", "muon")
-            for how in ((30, False), (80, True))]  # fmt: skip
-    assert made == runs, "20 s of 250 ms are 80 steps; seeds 1 and 2 were not repeated"
-    assert [row.split()[:4] for row in rows[1:]] == [
-        [r, "3", "80", "20.0"] for r in ("speedrun", "muon")
-    ]
-    assert "+1.0000 +- 0.0000" in rows[2]

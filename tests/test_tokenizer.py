@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import ROOT, TINY_RUN, fail, read_run, run_python, succeed
+from tokenizers import BertWordPieceTokenizer
 
 from lab.cli import UserError
 from lab.data.tokenizers import MARK, get_or_train, get_tokenizer, tokenizer_for_vocab_size
@@ -198,9 +199,26 @@ def test_a_run_with_its_own_tokenizer_from_the_text_to_the_export(tmp_path):
     assert "has another vocabulary than data/own; build the data with `" in wrong
 
 
+def test_settings_in_a_tokenizer_file_do_not_change_the_tokens_of_documents(tmp_path, bpe_file):
+    parts, path = json.loads(Path(bpe_file).read_text()), tmp_path / "tokenizer.json"
+    parts["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
+    parts["truncation"] = {
+        "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    parts["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(parts))
+    texts = ["the theme", "other <|endoftext|> thesis and more of the same"]
+    found, wanted = (get_tokenizer(str(p)).encode_documents(texts) for p in (path, bpe_file))
+    assert found.tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
+        ("large/tokenizer.json", "it has 65605 ids, but at most 65536 are possible"),
         ("bpe:257", "must have more than 257 ids"),
         ("bpe:65537", "at most 65536"),
         ("bpe:", "must be gpt2, bytes, bpe:SIZE such as bpe:4096"),
@@ -220,12 +238,27 @@ def test_wrong_tokenizers_are_refused(tmp_path, bpe_file, flags, message):
     parts["normalizer"] = {"type": "Lowercase"}  # it would not keep the text
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/tokenizer.json").write_text(json.dumps(parts))
+    (tmp_path / "large").mkdir()
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(65600))]
+    large = BertWordPieceTokenizer({piece: i for i, piece in enumerate(pieces)})
+    large.save(str(tmp_path / "large/tokenizer.json"))  # as large as that of multilingual BERT
     out = tmp_path / "out"
     if "does not match" in message:
         out = Path(bpe_file).parent
     args = ["--source", str(tmp_path / "texts"), "--out", str(out), "--workers", "0"]
     wrong = fail("fineweb.py", *args, "--tokenizer", flags, cwd=tmp_path)
     assert message in wrong and not list(out.glob("*.npy"))
+
+
+def test_shards_keep_their_tokenizer(tmp_path):
+    """A new tokenizer.json beside shards of another vocabulary would make them meaningless."""
+    args = ["--source", str(write_texts(tmp_path / "texts")), "--workers", "0", "--tokenizer"]
+    succeed("fineweb.py", *args, "bpe:320", "--out", "own", cwd=tmp_path)
+    assert "or delete own" in fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
+    (tmp_path / "own/tokenizer.json").unlink()
+    wrong = fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
+    assert "there is no own/tokenizer.json, " in wrong
+    assert not (tmp_path / "own/tokenizer.json").exists()
 
 
 def test_a_tokenizer_file_is_used_again(tmp_path, bpe_file):

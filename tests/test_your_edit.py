@@ -1,13 +1,14 @@
 """Edits in train_gpt2.py, or in a copy of it, are used in training, validation, sampling and export."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_RUN, equal_bits, fail, read_run, run_code, succeed,
+    ROOT, TINY_RUN, equal_bits, fail, read_run, run_code, run_python, succeed,
 )  # fmt: skip
 
 from lab.cli import UserError
@@ -95,6 +96,38 @@ print(torch.allclose(mlp(x), mlp.c_proj(mlp.c_fc(x).relu().square())))
     assert "is defined in" in missing and "put a copy of that file there" in missing
 
 
+def test_weights_used_with_changed_code_are_reported(tmp_path, shards):
+    """Changes of the model, also in a file that it imports; not of comments or of training."""
+    program = edited_copy(tmp_path, "my_gpt.py")
+    succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+
+    def warnings(*args):
+        done = run_python(*args, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stderr.split())
+
+    sample = ROOT / "sample.py", "ab", "--max_new_tokens", 2, "--model"
+    warning = "the model's code in .*my_gpt.py has changed since .* was saved"
+    training = ("return cfg.lr * (step + 1) / warmup", "return cfg.lr * (step + 2) / warmup")
+    comment = ("class MLP(nn.Module):\n", 'class MLP(nn.Module):\n    """A comment."""\n\n')
+    edited_copy(tmp_path, "my_gpt.py", training, comment)
+    assert "warning" not in warnings(*sample, "r")
+    edited_copy(tmp_path, "my_gpt.py", RELU2)
+    assert re.search(warning, warnings(*sample, "r"))
+    assert re.search(warning, warnings(program, "--resume", "--max_steps", 4))
+    assert "warning" not in warnings(*sample, "r")  # saved by the new code
+
+    other = tmp_path / "sub.py"
+    other.write_text(
+        "import sys\nimport my_gpt\n\nclass GPT(my_gpt.GPT):\n    pass\n\n"
+        "class Trainer(my_gpt.Trainer):\n    model_class = GPT\n\n"
+        "if __name__ == '__main__':\n    sys.exit(my_gpt.main(sys.argv[1:], trainer_class=Trainer))\n"
+    )
+    succeed(other, *TINY_RUN, "--data", shards, *TINY, "--run_name", "s", cwd=tmp_path)
+    edited_copy(tmp_path, "my_gpt.py")
+    assert re.search(warning.replace("my_gpt", "sub"), warnings(*sample, "s"))
+
+
 GATE = (
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights\n",
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
@@ -111,6 +144,23 @@ def test_a_model_with_other_weights_is_trained_and_sampled_but_not_exported(tmp_
     for out in (("--out", "out"), ("--html", "page.html")):
         refused = fail("lab", "export", "log/r", *out, cwd=tmp_path)
         assert "the model has other weights than GPT-2" in refused
+
+
+WINDOW = (
+    "        S = k.size(2)\n",
+    "        S = k.size(2)\n"
+    "        if cache is None:\n"
+    "            i = torch.arange(T, device=x.device)\n"
+    "            mask = (i[:, None] >= i) & (i[:, None] < i + 20)\n",
+)
+
+
+def test_a_model_that_differs_only_in_long_texts_is_not_exported(tmp_path, shards):
+    """Attention to the last 20 of 32 tokens."""
+    program = edited_copy(tmp_path, "window.py", WINDOW)
+    succeed(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    refused = fail("lab", "export", "log/r", "--out", "out", cwd=tmp_path)
+    assert "does not compute GPT-2" in refused and "cannot be exported" in refused
 
 
 MEAN_WEIGHTS = (
@@ -147,6 +197,25 @@ def test_a_trainer_with_more_state_saves_and_restores_it(tmp_path, shards):
     weights = list(state["model"].values())
     assert len(state["mean"]) == len(weights) - 1, "the tied head is one parameter"
     assert not torch.equal(state["mean"][0], weights[0]), "they lag behind the weights"
+
+
+SGD = (
+    "optimizer = torch.optim.AdamW(param_groups(model, cfg.weight_decay), **adamw)",
+    "optimizer = torch.optim.SGD(param_groups(model, cfg.weight_decay), cfg.lr, momentum=0.9)",
+)
+
+
+def test_a_run_with_another_optimizer_is_resumed_exactly(tmp_path, shards):
+    program = edited_copy(tmp_path, "sgd.py", SGD)
+    flags = "--max_steps", 4, "--checkpoint_every", 2
+    succeed(program, *TINY_RUN, "--data", shards, *flags, cwd=tmp_path)
+    path = tmp_path / "log" / "r" / "model_000004.pt"
+    whole = read_checkpoint(path.rename(tmp_path / "whole.pt"))
+    succeed(program, "--resume", cwd=tmp_path)  # from step 2
+    resumed = read_checkpoint(path)
+    assert equal_bits(resumed["model"], whole["model"])
+    momentum = [state["optimizer"]["state"][0]["momentum_buffer"] for state in (resumed, whole)]
+    assert torch.equal(*momentum) and momentum[0].any()
 
 
 def test_an_unchanged_copy_exports_to_transformers(tmp_path, shards):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, eprint, progress
 from lab.data import sources
 from lab.data.manifest import (
     Manifest,
@@ -82,6 +82,8 @@ def estimate_tokens(files: list[sources.File], tokenizer: str, column: str) -> i
     """Estimate the number of tokens in the files, for the progress bar and the validation split."""
     size, first = sum(f.size * (COMPRESSION_RATIO if f.compression else 1) for f in files), files[0]
     if first.kind == "parquet" and first.size:
+        # Spark also writes files without rows
+        first = next((f for f in files if sources.open_parquet(f, column).metadata.num_rows), first)
         parquet = sources.open_parquet(first, column)
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
         chunks = (group.column(i) for group in groups for i in range(group.num_columns))
@@ -114,6 +116,13 @@ def build_corpus(cfg: CorpusConfig, source: dict, files: list[sources.File]) -> 
         check_manifest_matches(cfg.out, {**manifest, **manifest["source"]}, **wanted)
         for entry in manifest["shards"]:
             check_file(cfg.out / entry["name"], entry)
+        begun = (cfg.out / manifest["shards"][0]["name"]).stat().st_mtime
+        local = (Path(f.path) for f in files if source["kind"] == "local")
+        if newer := [path for path in local if path.stat().st_mtime > begun]:
+            eprint(
+                f"{newer[0]} is newer than the shards in {cfg.out}; if its text has changed, delete "
+                f"{cfg.out} and build it again"
+            )
     if files[0].kind == "bin":
         return download_shards(cfg, manifest, source, files)
     limit = cfg.tokens or sys.maxsize

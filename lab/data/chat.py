@@ -274,7 +274,7 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     if tokenizer.endswith(TOKENIZER_FILE):
         label = f"tokenizer-{sha256_of(tokenizer)[:8]}"
     # 40, because names have at most 255 bytes, and a character has up to 4
-    name = f"{file.name.split('.')[0][:40]}_{label}_{context}_{sha256_of(file)[:8]}"
+    name = f"{file.name[:40]}_{label}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
     with dir_lock(folder, "", wait=True):
         tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder

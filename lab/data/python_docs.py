@@ -21,7 +21,7 @@ from lab.data.manifest import (
     write_manifest,
 )
 from lab.data.shards import save_shard
-from lab.data.tokenizers import get_or_train, get_tokenizer, tokenizer_path
+from lab.data.tokenizers import check_same_tokenizer, get_or_train, get_tokenizer, tokenizer_path
 from lab.files import dir_lock
 
 SKIP_DIRS = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "_bundled"}
@@ -65,9 +65,11 @@ def build_python_docs(
     """
     with dir_lock(out_dir, "", wait=True):
         if manifest := load_partial_manifest(out_dir):
-            name = Path(tokenizer_path(out_dir, tokenizer)).name
-            check_manifest_matches(out_dir, manifest, data="builtin", tokenizer=name)
+            path = tokenizer_path(out_dir, tokenizer)
+            check_manifest_matches(out_dir, manifest, data="builtin", tokenizer=Path(path).name)
             if manifest["complete"]:
+                if path != tokenizer:
+                    check_same_tokenizer(path, tokenizer)
                 return manifest
         documents = python_documents()
         first = len(documents) - len(documents) // 10  # index of the first validation document

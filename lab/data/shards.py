@@ -144,10 +144,12 @@ class TokenShards:
     def check_ids(self, ids: np.ndarray, position: int) -> None:
         """Raise UserError if one of these ids, read at `position`, is outside the vocabulary."""
         if ids.max() >= self.vocab_size:
+            hint = f"check them with `{command_for('fineweb.py')} --verify --out {shell_quote(self.folder)}`"
+            if not self.manifest:
+                hint = "pass its size as --vocab_size, such as 50257 for GPT-2's"
             raise UserError(
                 f"token id {ids.max()} near {self.where(position)} is outside the vocabulary of "
-                f"{self.vocab_size}: the shards belong to another tokenizer or are damaged; check "
-                "them with `fineweb.py --verify --out FOLDER`"
+                f"{self.vocab_size}: the shards belong to another tokenizer or are damaged; {hint}"
             )
 
     def read(

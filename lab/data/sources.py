@@ -130,7 +130,8 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     """The commit of `revision`, and the files of one configuration of a data set.
 
     Token shards (.bin) are used only if there are no texts. If the data set's card lists no
-    configurations, `name` is a folder, or empty for all files.
+    configurations, `name` is a folder, or empty for all files. If it lists no splits, all files are read,
+    with a message.
     """
     from huggingface_hub import HfApi  # slow: only for the hub
 
@@ -139,7 +140,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     root = f"{HUB}datasets/{dataset}@{info.sha}/"
     found = [s for s in info.siblings or [] if s.rfilename != "README.md"]
     configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
-    patterns = [f"{name}/*" if name else "*"]
+    patterns, data_files = [f"{name}/*" if name else "*"], None
     if configs:
         first = [n for n, c in configs.items() if c.get("default") or n == "default"]
         if (name := name or [*first, *configs][0]) not in configs:
@@ -147,15 +148,15 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
             raise UserError(
                 f"{dataset} has no configuration {name!r}; --name must be one of {names}"
             )
-        folder = configs[name].get("data_dir")
+        folder, data_files = (configs[name].get(key) for key in ("data_dir", "data_files"))
         everything = f"{folder}/*" if folder else "*"
-        patterns = split_patterns(configs[name].get("data_files") or everything, split)
+        patterns = split_patterns(data_files, split) if data_files else [everything]
     chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in patterns)]
     visible = [s for s in chosen if not s.rfilename.startswith(".")]  # .gitattributes
     files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in visible]
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
     files = one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
-    if not configs and files[0].kind != "bin":
+    if not data_files and files[0].kind != "bin":
         eprint(f"{dataset} lists no splits: reading all {len(files)} files, regardless of --split")
     return str(info.sha), files
 

@@ -213,7 +213,10 @@ class FileTokenizer(Tokenizer):
 
         self.name, self.fast = str(path), HuggingFaceTokenizer.from_str(text)
         self.vocab_size = self.fast.get_vocab_size()
+        if self.vocab_size > 2**16:
+            raise ValueError(f"it has {self.vocab_size} ids, but at most 65536 are possible")
         self.fast.no_truncation()
+        self.fast.no_padding()
         self.fast.encode_special_tokens = True  # "[MASK]" in a text is not a special token
         return json.loads(text)
 
@@ -237,8 +240,9 @@ class ByteBPETokenizer(FileTokenizer):
         with read_errors(path, "tokenizer", f"`{command}` builds data with one"):
             check_parts(self.read(path))
             pieces: list[Any] = [self.fast.id_to_token(i) for i in range(self.vocab_size)]
-            if len(pieces) > 2**16 or pieces.pop() != END_OF_TEXT:
-                raise ValueError(f"the last of at most 65536 ids must be {END_OF_TEXT}")
+            if pieces.pop() != END_OF_TEXT:
+                raise ValueError(f"the last id must be {END_OF_TEXT}")
+            self.fast.add_special_tokens([END_OF_TEXT])  # some files don't mark it as special
             strings = [bytes(names[char] for char in piece) for piece in pieces]
             if len(set(strings) & {bytes([i]) for i in range(256)}) < 256:
                 raise ValueError("some bytes have no id")
@@ -409,7 +413,6 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
         return path
     if Path(path).exists():
         check_same_tokenizer(path, wanted)
-        eprint(f"using {path}, which is already there")
     elif wanted.endswith(TOKENIZER_FILE):
         get_tokenizer(wanted)  # raises UserError for a file that cannot be used
         atomic_write(path, Path(wanted).read_bytes())
@@ -425,8 +428,8 @@ def get_or_train(folder: str | Path, wanted: str, texts: Iterable[str], vocab_si
 
 
 def check_same_tokenizer(path: str, wanted: str) -> None:
-    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes. With bpe:SIZE
-    it may have fewer than SIZE ids, because a small text yields fewer."""
+    """Raise UserError if the tokenizer.json at `path` is not the one that `wanted` describes, else print that
+    it is used. With bpe:SIZE it may have fewer than SIZE ids, because a small text yields fewer."""
     found = get_tokenizer(path)
     if wanted.endswith(TOKENIZER_FILE):
         same = Path(path).read_bytes() == Path(wanted).read_bytes()
@@ -439,8 +442,9 @@ def check_same_tokenizer(path: str, wanted: str) -> None:
         kind = "WordPiece" if isinstance(found, WordPiece) else "byte-level BPE"
         raise UserError(
             f"{path} is a {kind} with {found.vocab_size} ids, which does not match --tokenizer {wanted}; "
-            "choose another --out, or delete that file"
+            f"choose another --out, or delete {Path(path).parent}"
         )
+    eprint(f"using {path} ({found.vocab_size:,} ids), which is already there")
 
 
 def get_tokenizer(name: str) -> Tokenizer:

@@ -40,6 +40,9 @@ def check_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 wanted = dict(momentum=shape)
                 if "rows" in found:  # NorMuon's
                     wanted["rows"] = (*shape[:-1], 1)
+            elif isinstance(part, torch.optim.Optimizer) and not isinstance(part, torch.optim.Adam):
+                found = {name: t for name, t in found.items() if isinstance(t, Tensor)}
+                wanted = {name: t.shape for name, t in found.items()}  # not one of ours: unknown
             check_tensors(found, wanted)
 
 

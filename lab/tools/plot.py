@@ -69,7 +69,7 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     losses = [rows[last][1] for rows in losses_by_position(logs, name)]
     (best, first), (other, second) = sorted(zip(losses, names))[:2]
     where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
-    if f"{best:.2f}" == f"{other:.2f}":
+    if other - best < 0.005:
         return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
     gap = f"{other - best:.2f} nats below {second}"
     return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"

@@ -31,7 +31,7 @@ from lab.files import (
 )
 from lab.hardware import get_rng_state, set_rng_state
 from lab.optim.state import check_optimizer_state, check_tensors, load_optimizer_state
-from lab.program import LEGACY_PROGRAMS, describe_program
+from lab.program import LEGACY_PROGRAMS, describe_program, warn_if_edited
 
 
 def checkpoint_files(run_dir: str | Path) -> list[Path]:
@@ -251,6 +251,7 @@ def restore_checkpoint(trainer, state: dict) -> None:
     hint = "resume it with the version that made it, or start from its weights with --init_from"
     with read_errors(trainer.run_dir, "checkpoint in", hint):
         check_checkpoint(trainer, state)
+    warn_if_edited(state.get("program"), trainer.model_class, trainer.run_dir)
     trainer.load_state_dict(state)
 
 
