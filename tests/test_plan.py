@@ -184,9 +184,9 @@ def test_memory_that_fits(capsys):
     text = planned(capsys, xl)
     assert (
         "batch_size=8 fits, with 0.0 GiB left" in text
-        and "training uses batch_size=8, with" in text
+        and "training uses batch_size=8; with" in text
     )
-    again = int(text.split("with --activation_checkpointing ")[1].split(".")[0])
+    again = int(text.split("with --activation_checkpointing, ")[1].split(".")[0])
     text = planned(capsys, xl, "--batch_size 16")
     assert "batch_size=16 does not fit" in text and "speed" not in text
     text = planned(capsys, xl, f"--batch_size {again} --activation_checkpointing")

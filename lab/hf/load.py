@@ -240,9 +240,8 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
             "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
-        attributes = {
-            name: vars(p) for name, p in model.named_parameters()
-        }  # num_matrices, for Muon
+        # num_matrices, for Muon
+        attributes = {name: vars(p) for name, p in model.named_parameters()}
         model.to_empty(device="cpu")
         if tied:
             model.lm_head.weight = model.transformer.wte.weight  # to_empty() untied them

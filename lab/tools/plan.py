@@ -118,7 +118,7 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
             return f"{start}{checkpointed} with --activation_checkpointing; without it, none fits."
         if usual == checkpointed:
             return f"{start}{usual}, also with --activation_checkpointing."
-        return f"{start}{usual}, with --activation_checkpointing {checkpointed}."
+        return f"{start}{usual}; with --activation_checkpointing, {checkpointed}."
     if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 supports neither
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
