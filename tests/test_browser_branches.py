@@ -153,7 +153,9 @@ def test_an_idle_tab_keeps_what_another_one_has_stored(tab):
     other.fill("#prompt", "abc")
     other.click("#go")
     other.wait_for_selector("#count:text('1')")
-    other.close(run_before_unload=True)
+    other.close(run_before_unload=True)  # does not wait
+    stored = "JSON.parse(localStorage.getItem(KEY)).branches.text.length"
+    tab.page.wait_for_function(f"() => {stored} == 1")
     tab.page.reload()
     assert tab.count() == 1
 
