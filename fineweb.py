@@ -171,7 +171,7 @@ def build(cfg: CorpusConfig) -> Manifest:
             check_manifest_matches(cfg.out, manifest, tokenizer=Path(path).name)
             require(
                 path == cfg.tokenizer or Path(path).exists(),
-                f"there is no {path}, with which the shards there were made; restore it, or delete {cfg.out}",
+                f"{path} is missing, with which these shards were made; restore it, or delete {cfg.out}",
             )
         chat, texts = is_chat(files, cfg.text_column), texts_of(files, cfg.text_column)
         if chat and cfg.tokenizer.startswith("bpe:"):

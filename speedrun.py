@@ -258,7 +258,7 @@ class MLP(train_gpt2.MLP):  # a subclass, so that --fp8 all replaces it
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout (Srivastava et al. 2014), also off without gradients, even without eval()."""
+    """nn.Dropout (Srivastava et al. 2014), also off where gradients are, even in train()."""
 
     def forward(self, x):
         return super().forward(x) if torch.is_grad_enabled() else x

@@ -11,8 +11,8 @@ from lab.cli import UserError, is_oom, wrap
 from lab.files import first_line
 
 # name: (dense 16-bit peak in TFLOP/s with 32-bit accumulation, memory of the smallest variant in GiB, as
-# shown by nvidia-smi). The first match wins. Peaks are from the vendors' datasheets, those of GeForce cards
-# from the numbers of multiprocessors on NVIDIA's product pages: 512 FLOP per cycle, times the boost clock.
+# shown by nvidia-smi). The first match wins. Peaks are from the vendors' datasheets; for GeForce cards,
+# multiprocessors (NVIDIA's product pages) x 512 FLOP per cycle x boost clock.
 # GDDR memory with error correction shows 15/16 of its size (T4, L4, A10, L40S: modal-labs/modal-client, pull
 # 2797).
 GPUS = {

@@ -208,7 +208,7 @@ def check_same_logits(model: Any, exported: Any, source: str) -> None:
         name = "BERT" if hasattr(c, "segments") else "GPT-2"
         raise UserError(
             f"{source} does not compute {name} (the relative difference of logits is {difference:.1g}), "
-            "so it cannot be exported; use it with sample.py or lab serve"
+            "so it cannot be exported"
         )
 
 

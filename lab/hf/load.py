@@ -233,14 +233,14 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     for name, value in state.items():
         if value.layout != torch.strided or value.is_meta:
             raise UserError(f"{name} of {source} must be a dense tensor with data; save it as one")
-    tied = model.lm_head.weight is model.transformer.wte.weight  # not in a model that was edited so
+    tied = model.lm_head.weight is model.transformer.wte.weight  # an edited model may be untied
     if tied and HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
         raise UserError(
             f"{HEAD} of {source} must equal {WTE}, because GPT-2's head is tied to the token "
             "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
-        # num_matrices, for Muon
+        # like Muon's num_matrices
         attributes = {name: vars(p) for name, p in model.named_parameters()}
         model.to_empty(device="cpu")
         if tied:

@@ -135,8 +135,7 @@ def generate(
 
 
 def window(ids: list[int], block_size: int) -> list[int]:
-    """The end of `ids` from which generate, once it has reached their end, computes the next token: each
-    time the context is full, it drops the older half."""
+    """What generate keeps of `ids` as context: each time it is full, the older half is dropped."""
     dropped = block_size + 1 - max(1, block_size // 2)
     return ids[dropped * max(0, -(-(len(ids) - block_size) // dropped)) :]
 
@@ -168,7 +167,7 @@ def sample_token(
 
     temperature 0 is greedy. top_k keeps the k most probable tokens (0: all) and those tied with the
     last of them. top_p keeps the most probable tokens until their probabilities add up to top_p
-    (nucleus sampling, Holtzman et al. 2020). Raises RunError if a probability is not finite.
+    (nucleus sampling, Holtzman et al. 2020). Sampling raises RunError for nan, except on MPS.
     """
     if temperature < 1e-30:  # 0, or so small that the division would overflow
         return logits.argmax(dim=-1)

@@ -491,7 +491,7 @@ class RequestLimits:
         except QueueFullError as error:
             await handle_error(error)(scope, receive, limited_send)
         except (TimeoutError, asyncio.CancelledError):
-            return  # of limited_send; of the server after Ctrl-C
+            return  # a slow client; or Ctrl-C ended the server
 
 
 async def read_body(receive: Receive) -> bytes:
