@@ -257,7 +257,7 @@ def test_shards_keep_their_tokenizer(tmp_path):
     assert "or delete own" in fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
     (tmp_path / "own/tokenizer.json").unlink()
     wrong = fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
-    assert "there is no own/tokenizer.json, " in wrong
+    assert "own/tokenizer.json is missing, " in wrong
     assert not (tmp_path / "own/tokenizer.json").exists()
 
 
