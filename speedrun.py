@@ -257,17 +257,10 @@ class MLP(train_gpt2.MLP):  # a subclass, so that --fp8 all replaces it
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class Dropout(nn.Dropout):
-    """nn.Dropout (Srivastava et al. 2014), also off where gradients are, even in train()."""
-
-    def forward(self, x):
-        return super().forward(x) if torch.is_grad_enabled() else x
-
-
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)  # Srivastava et al. 2014
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config) if config.mlp == "relu2" else train_gpt2.MLP(config)
 
@@ -306,7 +299,7 @@ class GPT(nn.Module):
             parts.wpe = nn.Embedding(config.block_size, config.n_embd)
         if config.bigram_rows:
             parts.bigrams = nn.Embedding(config.bigram_rows, config.n_embd)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.smear = Smear(config) if config.smear else None
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         if config.tied:

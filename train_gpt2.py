@@ -567,7 +567,7 @@ def train(trainer, callbacks, log, stop):
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):  # the time of callbacks does not count
                 for callback in due:
-                    trainer.raw_model.eval()  # turns off dropout, if you add some
+                    trainer.raw_model.eval()  # turns off dropout
                     log.event(callback.name, trainer.step, callback(trainer))
                     trainer.raw_model.train()
             if last:

@@ -477,11 +477,6 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         )
     found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
     if manifest:
-        require(
-            not cfg.resume or manifest["vocab_size"] <= asked,
-            f"the tokenizer of {cfg.data} has {manifest['vocab_size']} ids, but this run's has {asked}; "
-            "restore the data, or pass --data with shards of the run's tokenizer",
-        )
         for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items():
             flag = getattr(model_config, name)
             if flag not in ("", -1, manifest[recorded]) and not cfg.resume:

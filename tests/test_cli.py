@@ -124,10 +124,6 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
     result = run_train("--max_steps", 1, "--vocab_size", 300)
     assert result.returncode == 0 and "no samples and no bits per byte" in result.stdout
     assert run_train("--resume", "--max_steps", 2).returncode == 0
-    (shards / "manifest.json").write_text(json.dumps(manifest | dict(vocab_size=400, eot=399)))
-    result = run_train("--resume", "--max_steps", 3)  # the shards were built again
-    assert result.returncode == 2 and "has 400 ids, but this run's has 300" in result.stderr
-    (shards / "manifest.json").write_text(json.dumps(manifest))
     for other in (299, 301):
         result = run_train("--run_name", "other", "--vocab_size", other)
         assert result.returncode == 2 and f"vocab_size={other} must be 300, as in" in result.stderr

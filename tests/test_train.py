@@ -352,17 +352,10 @@ def test_nonfinite_last_step_is_detected(tmp_path, shards):
         train_here(tmp_path, shards, "r", max_steps=2, lr=1e30, warmup_steps=0, checkpoint_every=0)
 
 
-@pytest.mark.parametrize(
-    "callback, message",
-    [("val_every", "the validation loss is nan after step 1; try a lower --lr"),
-     ("sample_every", "the probabilities of the next token are nan; choose an earlier checkpoint")],
-)  # fmt: skip
-def test_evaluating_weights_whose_outputs_are_not_finite_is_one_sentence(
-    tmp_path, shards, callback, message
-):
-    settings = dict(max_steps=1, lr=1e12, warmup_steps=0, checkpoint_every=0)
-    with pytest.raises(RunError, match=message):
-        train_here(tmp_path, shards, "r", **settings, **{callback: 1})
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, shards):
+    settings = dict(max_steps=1, lr=1e12, warmup_steps=0, checkpoint_every=0, val_every=1)
+    with pytest.raises(RunError, match="the validation loss is nan after step 1; try a lower --lr"):
+        train_here(tmp_path, shards, "r", **settings)
 
 
 def test_nonfinite_weights_are_never_saved(tmp_path, shards):

@@ -319,8 +319,7 @@ class Config:
 
 def main(argv):
     out = parse_args(Config, argv).out.absolute()
-    earlier = (out / "search/search_index.js").exists()
-    if out.exists() and not earlier and (out.is_file() or any(out.iterdir())):
+    if out.exists() and any(out.iterdir()) and not (out / "search/search_index.js").exists():
         raise UserError(f"out={out} must be new, empty or an earlier site; choose another --out")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "pages")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.cli import UserError, eprint, progress
+from lab.cli import UserError, progress
 from lab.data import sources
 from lab.data.manifest import (
     Manifest,
@@ -116,13 +116,6 @@ def build_corpus(cfg: CorpusConfig, source: dict, files: list[sources.File]) -> 
         check_manifest_matches(cfg.out, {**manifest, **manifest["source"]}, **wanted)
         for entry in manifest["shards"]:
             check_file(cfg.out / entry["name"], entry)
-        begun = (cfg.out / manifest["shards"][0]["name"]).stat().st_mtime
-        local = (Path(f.path) for f in files if source["kind"] == "local")
-        if newer := [path for path in local if path.stat().st_mtime > begun]:
-            eprint(
-                f"{newer[0]} is newer than the shards in {cfg.out}; if its text has changed, delete "
-                f"{cfg.out} and build it again"
-            )
     if files[0].kind == "bin":
         return download_shards(cfg, manifest, source, files)
     limit = cfg.tokens or sys.maxsize

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.cli import RunError, UserError
+from lab.cli import UserError
 from lab.data.document_mask import document_mask
 from lab.distributed import AsyncCopy
 
@@ -167,7 +167,7 @@ def sample_token(
 
     temperature 0 is greedy. top_k keeps the k most probable tokens (0: all) and those tied with the
     last of them. top_p keeps the most probable tokens until their probabilities add up to top_p
-    (nucleus sampling, Holtzman et al. 2020). Sampling raises RunError for nan, except on MPS.
+    (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature < 1e-30:  # 0, or so small that the division would overflow
         return logits.argmax(dim=-1)
@@ -186,11 +186,4 @@ def sample_token(
         # may be 0 (pytorch/pytorch#192577, torch 2.13). This is the same computation with a lower bound.
         noise = torch.empty_like(probs).exponential_(generator=generator).clamp_(min=1e-30)
         return (probs / noise).argmax(dim=-1)
-    try:
-        return torch.multinomial(probs, 1, generator=generator)[:, 0]
-    except RuntimeError as error:
-        if probs.isfinite().all():
-            raise
-        raise RunError(
-            "the probabilities of the next token are nan; choose an earlier checkpoint or another model"
-        ) from error
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]

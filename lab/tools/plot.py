@@ -161,9 +161,7 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
         ax.plot(x(log, steps), losses, **thin, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
         thick = dict(look, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
-        # with a space, because the legend leaves out labels that begin with "_"
-        label = "validation (thick)" if alone else f" {name}"
-        ax.plot(x(log, steps), losses, **thick, label=label)
+        ax.plot(x(log, steps), losses, **thick, label="validation (thick)" if alone else name)
         if alone and steps:
             how = dict(xytext=(0, 8), textcoords="offset points", ha="right", fontweight="bold")
             ax.annotate(

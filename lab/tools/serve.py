@@ -242,8 +242,7 @@ def serve(cfg: Config) -> None:
     # refuse other host names, so that pages of other sites cannot use a local server (DNS rebinding)
     local = host.startswith("127.")
     hosts = [host, "127.0.0.1", "localhost"] if local else ["*"]
-    path = Path(source).resolve() if source == "." else Path(source)
-    name = "/".join(path.parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
+    name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
     builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
         engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
