@@ -33,7 +33,7 @@ from lab.eval.multiple_choice import (
     open_model,
     parse_lines,
 )
-from lab.files import read_errors
+from lab.files import atomic_write, check_writable, finite_json, read_errors
 from lab.hardware import oom_hint
 from lab.registry import tokenizer_name
 
@@ -292,7 +292,7 @@ class Config(ModelConfig):
     split: Literal["val", "train"] = "val"  # published scores are on val; test has no labels
     limit: int = 0  # number of examples, spread evenly over the file; 0: all
     skip_long: bool = False  # skip examples whose endings exceed the model's context
-    json: bool = False  # print one line of JSON instead of text
+    json: str = ""  # write all numbers to this file
     worst: int = 0  # show this many wrong answers, the most confident first
     by_source: bool = False  # print a table by source: ActivityNet, WikiHow
     by_activity: bool = False  # print a table by activity
@@ -313,8 +313,8 @@ def report(
     if cfg.json:
         about = {"model": cfg.model, "split": cfg.split, "published_file": published}
         record = about | {"precision": precision} | result | tables
-        print(json.dumps(record | ({"worst": errors} if cfg.worst else {})), flush=True)
-        return
+        record |= {"worst": errors} if cfg.worst else {}
+        atomic_write(cfg.json, (json.dumps(finite_json(record), indent=1) + "\n").encode())
     for name in ("acc", "acc_norm"):
         value, stderr, low, high = (result[name + end] for end in ("", "_stderr", "_low", "_high"))
         print(f"{name:8}  {value:.4f} +- {stderr:.4f}  (95 %: {low:.4f} to {high:.4f})")
@@ -350,6 +350,8 @@ def main(argv: list[str]) -> None:
     for name in ("limit", "worst"):
         value = getattr(cfg, name)
         require(value >= 0, f"{name}={value} must be 0 or more; leave --{name} out for the default")
+    if cfg.json:
+        check_writable(cfg.json, "json")
     with oom_hint(OOM_FIX):
         run(cfg)
 
