@@ -51,13 +51,15 @@ def known_fields(source: Any, saved: dict, config_class: Any) -> tuple[dict, lis
             known[name] = int(value) if whole else value
         elif type(fields[name].default) is float and type(value) is int and abs(value) <= MAX_INT:
             known[name] = float(value)  # torch does not accept 1 for 1.0 everywhere
+        elif type(fields[name].default) is tuple and type(value) is list:
+            known[name] = tuple(value)  # JSON has no tuples
         check_value(source, fields[name], known[name])
     return known, [name for name in saved if name not in fields]
 
 
 def check_value(source: Any, field: dataclasses.Field, value: Any) -> None:
     """Raise UserError if a value from a file has the wrong type for this field."""
-    choices = get_args(field.type)
+    choices = () if type(field.default) is tuple else get_args(field.type)
     lowest = (
         -1 if field.default == -1 else 0
     )  # of integers; -1 stands for a value taken from elsewhere

@@ -14,6 +14,7 @@ Shape letters: N positions, n positions of a chunk, C channels, V rows of the he
 # pyright: reportPrivateImportUsage=false
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,22 +63,37 @@ def fused_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients: dx (N, C) in x's type, dweight (V, C) in
     weight's."""
+
+    def chunk_loss_(logits, rows, scale):
+        return loss_and_grad_(logits, targets[rows], vocab_size, scale)
+
+    return loss_in_chunks(x, weight, chunk_loss_, CHUNK)
+
+
+def loss_in_chunks(
+    x: Tensor, weight: Tensor, chunk_loss_: Callable[..., Tensor], chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of the losses of x (N, C) with the head weight (V, C), dx and dweight.
+
+    chunk_loss_(logits (n, V), rows, scale) returns the losses (n,) of these rows of x, a slice, and
+    replaces the logits by scale * dloss/dlogits."""
     # dlogits lie in [-1, 1], and most of them are far below fp16's smallest normal number, 6e-5
     scale = 1024.0 if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     losses = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
     dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
     # (n, V), reused by every chunk
-    logits = torch.empty(min(CHUNK, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)
-    for i in range(0, x.size(0), CHUNK):
-        rows = x[i : i + CHUNK]
-        chunk = mm_into(logits[: rows.size(0)], rows, w.t())
-        losses[i : i + CHUNK] = loss_and_grad_(chunk, targets[i : i + CHUNK], vocab_size, scale)
-        mm_into(dx[i : i + CHUNK], chunk, w)
+    logits = torch.empty(min(chunk_size, x.size(0)), w.size(0), dtype=x.dtype, device=x.device)
+    for i in range(0, x.size(0), chunk_size):
+        rows = slice(i, i + chunk_size)
+        inputs = x[rows]
+        chunk = mm_into(logits[: inputs.size(0)], inputs, w.t())
+        losses[rows] = chunk_loss_(chunk, rows, scale)
+        mm_into(dx[rows], chunk, w)
         if x.is_cuda and x.dtype != weight.dtype:  # a 16-bit matmul, added to a float32 sum
-            torch.addmm(dweight, chunk.t(), rows, out_dtype=weight.dtype, out=dweight)
+            torch.addmm(dweight, chunk.t(), inputs, out_dtype=weight.dtype, out=dweight)
         else:
-            dweight += chunk.t() @ rows
+            dweight += chunk.t() @ inputs
     if scale != 1:
         dx, dweight = dx / scale, dweight / scale
     return losses.sum(), dx, dweight
