@@ -92,8 +92,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     all follow the same schedule."""
 
     preset: str = "speedrun"  # source of the other defaults: speedrun, small-data, laptop, sft
-    total_batch_size: int = 131072  # tokens per update, over all processes
-    max_steps: int = 290  # number of updates
+    total_batch_size: int = 65536  # tokens per update, over all processes
+    max_steps: int = 466  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only
     # optimizer of matrices in blocks; normuon: Muon with scaled rows (saves 0.02 nats)
     optimizer: Literal["adamw", "muon", "normuon"] = "normuon"
@@ -114,7 +114,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     momentum: float = 0.95  # momentum of Muon
     equilibrate_rows: bool = False  # norm 1 for rows of Muon's momentum (saves 0.007 nats)
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
-    batch_warmup_steps: int | float = 0  # first steps, with half the batch (0.25 saves 0.05 nats)
+    # first steps, with half the batch (0.25 saves 0.05 nats if the batch has 131,072 tokens)
+    batch_warmup_steps: int | float = 0
     ema_steps: int | float = 0  # moving average that replaces the weights at the end (saves 0.008)
 
     def validate(self, model_config):
@@ -138,16 +139,17 @@ PRESETS = {
     "speedrun": (
         GPTConfig(),
         TrainConfig(
-            weight_decay=0.1, equilibrate_rows=True, batch_warmup_steps=0.25, val_every=50,
-            val_tokens=1048576, hellaswag_every=0, sample_every=0,
+            weight_decay=0.1, equilibrate_rows=True, val_every=50, val_tokens=1048576,
+            hellaswag_every=0, sample_every=0,
         ),
     ),
     # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-seeds)
     "small-data": (
         GPTConfig(value_tables=0, value_projection=True),
         TrainConfig(
-            "small-data", weight_decay=0.1, decay_all=True, max_steps=7000, batch_warmup_steps=0.25,
-            ema_steps=0.02, val_every=250, val_tokens=1048576, hellaswag_every=0, sample_every=1000,
+            "small-data", total_batch_size=131072, weight_decay=0.1, decay_all=True, max_steps=7000,
+            batch_warmup_steps=0.25, ema_steps=0.02, val_every=250, val_tokens=1048576,
+            hellaswag_every=0, sample_every=1000,
         ),
     ),
     # two minutes on two laptop cores, on the bytes of Python's own documentation; without some parts that
