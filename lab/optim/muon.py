@@ -126,12 +126,15 @@ class Muon(torch.optim.Optimizer):
             m, n = update.shape[-2:]  # of one matrix
             # remove the padding that orthogonalize adds, and restore the shape of the parameters
             update = update.flatten()[: len(params) * params[0].numel()]
-            update = update.view(len(params), *params[0].shape).to(params[0].dtype)
-            if self.beta2:
-                update = self.apply_row_norm(update, params)
+            update = update.view(len(params), *params[0].shape)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            scale = max(1.0, m / n) ** 0.5
-            torch._foreach_add_(params, list(update.unbind()), alpha=-group["lr"] * scale)
+            step = -group["lr"] * max(1.0, m / n) ** 0.5
+            if self.beta2:  # the update stays in bf16 and is read twice: for the factors, and here
+                for p, u, factors in zip(params, update, self.row_factors(update, params)):
+                    p.addcmul_(u, factors, value=step)
+            else:
+                update = update.to(params[0].dtype)
+                torch._foreach_add_(params, list(update.unbind()), alpha=step)
 
     def orthogonalize(self, stack: Tensor) -> tuple[Tensor, Any]:
         """Orthogonalize each matrix of a stack (k, m, n). Returns (the results, followed by padding; a
@@ -147,16 +150,18 @@ class Muon(torch.optim.Optimizer):
         gathered = shard.new_empty(ranks * each, *stack.shape[1:])
         return gathered, self.world.all_gather_into(gathered, shard, async_op=True)
 
-    def apply_row_norm(self, update: Tensor, params: list[Tensor]) -> Tensor:
-        """NorMuon: divide each row of `update`, one entry per parameter, by the root of its mean square over
-        time, then restore each matrix's Frobenius norm."""
+    def row_factors(self, update: Tensor, params: list[Tensor]) -> Tensor:
+        """NorMuon's factors (..., m, 1) for the rows of `update` (..., m, n), which has one entry per
+        parameter: they divide each row by the root of its mean square over time, then restore each
+        matrix's Frobenius norm."""
         # (..., m, 1) each
         means = [self.get_state(p, "rows", lambda p: torch.zeros_like(p[..., :1])) for p in params]
-        squares = update.square().mean(-1, keepdim=True)
+        norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True, dtype=params[0].dtype)
+        squares = norms.square() / update.size(-1)
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - self.beta2)
-        rows = update / (torch.stack(means).sqrt() + 1e-10)
-        size, new_size = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, rows))
-        return rows * (size / (new_size + 1e-10))
+        factors = 1 / (torch.stack(means).sqrt() + 1e-10)
+        size, new_size = (t.norm(dim=-2, keepdim=True) for t in (norms, norms * factors))
+        return factors * (size / (new_size + 1e-10))
 
     def get_state(self, p: Tensor, name: str, init: Callable[[Tensor], Tensor]) -> Tensor:
         """The state `name` of a parameter; init(p) creates it on first use."""
