@@ -105,7 +105,7 @@ FAULTS = [
           'if p.dim() < 2], "weight_decay": 0.0', 'if p.dim() < 2], "weight_decay": weight_decay',
           "model"),
     Fault("Muon: no factor for tall matrices", MUON,
-          "scale = max(1.0, m / n) ** 0.5", "scale = 1.0", "muon"),
+          "* max(1.0, m / n) ** 0.5", "", "muon"),
     Fault("Muon: momentum is not Nesterov's", MUON,
           'torch._foreach_lerp(grads, momenta, group["momentum"])', "momenta", "muon"),
     Fault("ZeRO-1: updated shards not gathered", ZERO1,
