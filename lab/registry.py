@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError, command_for, require, shell_quote
+from lab.cli import UserError, command_for, eprint, require, shell_quote
 from lab.config_file import build_config
 from lab.data.manifest import read_manifest, sha256_of
 from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_size
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
-from lab.program import class_path, find_class, warn_if_edited
+from lab.program import class_path, code_hash, find_class, warn_if_edited
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
 
@@ -46,7 +46,7 @@ def resolve_source(source: str, log_dir: str | Path = "log") -> str:
         hint = (
             f"its best weights are {best}"
             if best.exists()
-            else "train it further, or choose another"
+            else "choose another: `ls log` lists the runs"
         )
         raise UserError(f"{path} is a run without a checkpoint; {hint}")
     return str(read_newest(path)[0]) if checkpoint_files(path) else source or str(path)
@@ -266,6 +266,11 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
     """Initialize a new model with the weights of `source`. Raises UserError if they don't fit."""
     path = resolve_source(source, log_dir)
     other = load_model(path)
+    if is_checkpoint(path) and code_hash(type(other)) != code_hash(type(model)):
+        eprint(
+            f"warning: {path} is a model of {class_path(type(other)).rpartition(':')[0]}, whose code differs "
+            "from this program's, so its weights may now compute something else"
+        )
     if hasattr(model, "from_pretrained"):  # also accepts published weights, with any padding
         check_same_model(path, vars(other.config), model.config, "vocab_multiple")
         copy_into(model, other.state_dict(), path)

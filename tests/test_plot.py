@@ -100,6 +100,23 @@ def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_p
         assert plot.headline(logs) == sentence
 
 
+def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
+    losses = {"old-1": 1.72, "old-2": 1.74, "new-1": 1.66, "new-2": 1.76}
+    logs = {}
+    for name, loss in losses.items():
+        kind, seed = name.split("-")
+        command = f"python {kind}.py --lr 1 --seed {seed} --run_name {name}"
+        of = [start() | dict(command=command), *RUN[1:-1], val(400, loss)]
+        logs[name] = read_log.read_log(write_log(tmp_path / name, of))
+    gap = "0.02 nats below the mean of old-1 and old-2"
+    assert plot.headline(logs).startswith("the mean of new-1 and new-2 has validation loss 1.71 at")
+    assert plot.headline(logs).endswith(gap)
+    logs.pop("new-2")
+    assert plot.headline(logs).startswith("new-1 has validation loss 1.66")
+    logs.pop("new-1")
+    assert plot.headline(logs).startswith("old-1 has validation loss 1.72"), "two runs stay alone"
+
+
 def test_fields_that_no_run_writes_are_ignored(tmp_path):
     wrong = [dict(loss="x"), dict(loss=10**400), dict(time=10**300), dict(time="x"), dict(kind=3)]
     wrong += [dict(step="5"), dict(step=-1), dict(step=2**60), dict(lr=[1]), dict(tokens={})]

@@ -254,7 +254,7 @@ def test_two_runs(tmp_path):
     assert steps == [0, 200, 400] and gaps == pytest.approx([0, 0.4, -0.2149])
     page.shows(
         "b has validation loss 1.50 at 3.28M tokens, 0.21 nats below a",
-        "Each configuration was run only once",
+        "These are single runs",
         "validation loss 1.7149 step 400 1.5000 step 400 -0.2149",
         "after 200 steps a (last sample so far: after 0 steps) The weights are random",
         "b two after 400 steps a The one b (last sample so far: after 200 steps) two",

@@ -320,6 +320,9 @@ def test_resume_selects_the_named_run_or_the_programs_newest(tmp_path):
     with pytest.raises(UserError, match="begun is newer and has no checkpoint.*--run_name newest$"):
         find_run_to_resume(tmp_path, "", GPT2)
     assert find_run_to_resume(tmp_path, "older", GPT2) == tmp_path / "older"
+    (tmp_path / "begun" / "log.jsonl").write_text('{"kind": "first_step", "step": 1}\n')
+    with pytest.raises(UserError, match="else delete the folder or pass another --run_name, or"):
+        find_run_to_resume(tmp_path, "", GPT2)
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -130,6 +130,30 @@ def test_weights_used_with_changed_code_are_reported(tmp_path, shards):
     assert re.search(warning.replace("my_gpt", "sub"), warnings(*sample, "s"))
 
 
+DETACHED = (
+    'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
+    'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh").detach())',
+)
+
+
+def test_parts_without_a_gradient_and_weights_of_another_program_are_reported(tmp_path, shards):
+    program = edited_copy(tmp_path, "my_gpt.py", DETACHED)
+    flags = *TINY_RUN, "--data", shards, *TINY
+    said = {}
+    for file, more in ((program, "--run_name r"), (ROOT / "train_gpt2.py", "--run_name p")):
+        for start in ("", " --init_from log/r"):
+            name = more + start.replace(" --init_from log/r", "2 --init_from log/r")
+            done = run_python(file, *flags, *name.split(), cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            said[name] = " ".join((done.stdout + done.stderr).split())
+    lost = "warning: no gradient for transformer.h.0.ln_2.weight and "
+    other = "is a model of .*my_gpt.py, whose code differs from this program's"
+    assert [lost in text for text in said.values()] == [True, True, False, False]
+    assert [bool(re.search(other, text)) for text in said.values()] == [False, False, False, True]
+    exported = ["export it as a web page" in text for text in said.values()]
+    assert exported == [False, False, True, True]
+
+
 DROPOUT = (
     'return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))',
     'return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), 0.9, self.training)',

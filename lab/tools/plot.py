@@ -7,11 +7,12 @@ The trainer draws loss.png with loss_curve at the end of a run. lab report uses 
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import Annotated, Any
 
 from lab.cli import UserError, eprint, parse_args
@@ -57,7 +58,8 @@ def headline(logs: dict[str, RunLog]) -> str:
 
 
 def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
-    """A sentence about the run with the lowest loss, at the last position measured in all runs."""
+    """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
+    two, runs that differ only in their seeds are compared by their mean."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     if not (common := last_common(logs)):
@@ -66,13 +68,33 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     if not last:
         return "the runs can only be compared at step 0, before training"
     kind = {"val": "validation", "train": "training"}[name]
-    losses = [rows[last][1] for rows in losses_by_position(logs, name)]
-    (best, first), (other, second) = sorted(zip(losses, names))[:2]
     where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
+    groups: dict[str, list[tuple[str, float]]] = {}  # {command without the seed: runs and losses}
+    for run, log, rows in zip(names, logs, losses_by_position(logs, name)):
+        key = without_seed(log) if len(logs) > 2 else ""
+        groups.setdefault(key or run, []).append((run, rows[last][1]))
+    means = [
+        (fmean(loss for _, loss in of), mean_of([run for run, _ in of])) for of in groups.values()
+    ]
+    if len(means) == 1:
+        return f"{means[0][1]} has {kind} loss {means[0][0]:.2f} at {where}"
+    (best, first), (other, second) = sorted(means)[:2]
     if other - best < 0.005:
         return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
     gap = f"{other - best:.2f} nats below {second}"
     return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
+
+
+def without_seed(log: RunLog) -> str:
+    """The command that started a run, without its seed and name; "" if it did not set a seed."""
+    command = (log.get("start") or [{}])[-1].get("command", "")
+    return re.sub(r" --(seed|run_name)[ =]\S+", "", command) if " --seed" in command else ""
+
+
+def mean_of(names: Sequence[str]) -> str:
+    """One name, or "the mean of a, b and c"."""
+    *others, last = names
+    return f"the mean of {', '.join(others)} and {last}" if others else last
 
 
 def last_common(logs: Sequence[RunLog]) -> tuple[str, int] | None:

@@ -11,8 +11,8 @@ from lab.tools.read_log import Record, RunLog, comparable
 class RunReport:
     """The data of a run for the page.
 
-    folder: the run directory, or that of a copied log. config: {"model": {field: value}, "train": {field:
-    value}}, or empty without a config.json.
+    folder: the run directory, or that of a copied log. config: {"program": {field: value}, "model": ...,
+    "train": ...}, or empty without a config.json.
     """
 
     def __init__(self, name: str, folder: Path, log: RunLog, config: dict[str, dict]):
@@ -51,8 +51,13 @@ def read_run(path: Path, name: str) -> RunReport:
     if beside.exists() and (path.is_dir() or path.name == "log.jsonl"):  # not for a copied log
         hint = "delete it to get a page without the configuration"
         config = read_json(beside, hint, model=dict, train=dict)
-    config = {part: config[part] for part in ("model", "train") if config}
-    return RunReport(name, folder, log, config)
+    parts = {part: config[part] for part in ("model", "train") if config}
+    if isinstance(
+        program := config.get("program"), dict
+    ):  # the file, and a hash of the model's code
+        file = str(program.get("trainer")).rpartition(":")[0]
+        parts = {"program": {"file": file, "model's code": str(program.get("code"))[:8]}} | parts
+    return RunReport(name, folder, log, parts)
 
 
 def mismatch(runs: Sequence[RunReport]) -> str:

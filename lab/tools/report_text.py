@@ -67,7 +67,7 @@ def warnings(runs: Sequence[RunReport]) -> list[str]:
             "The headline compares them as far as both went. At their ends, the validation losses are "
             f"{losses[-1]:.4f} after step {steps[-1]:,} and {other_losses[-1]:.4f} after step {others[-1]:,}."
         )
-    seed = "Each configuration was run only once, so differences may be due to the random seed."
+    seed = "These are single runs, so differences may be due to the random seed."
     return [*found, seed]
 
 

@@ -22,6 +22,7 @@ from lab.cli import (
     wrap,
 )
 from lab.data.tokenizers import END_OF_TEXT, printable
+from lab.program import class_path
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -114,6 +115,11 @@ class Console:
             f"data   {cfg.data}{about}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
             f"validation; this run reads {tokens / loader.epoch_tokens():.2f} epochs"
         )
+        if not shards.manifest.get("complete", True):
+            self.print(
+                f"note: {shards.folder} is not complete, because its build was interrupted; run the same "
+                f"{command_for('fineweb.py')} command again for the rest"
+            )
         for name in record.get("passed_over", ()):
             self.print(
                 f"note: {trainer.run_dir / name} is damaged; resuming from step {trainer.step}"
@@ -226,6 +232,13 @@ class Console:
         self.print(" | ".join(fields), highlight=shown)
 
 
+def can_export_html(trainer) -> bool:
+    """Whether `lab export --html` probably works: a small model of train_gpt2.py with its tokenizers."""
+    model = trainer.raw_model
+    unedited = class_path(type(model)) == "train_gpt2.py:GPT" and model.num_params() <= 15e6
+    return unedited and not model.config.tokenizer.endswith(".json")
+
+
 def print_summary(trainer, stopped: str) -> None:
     """Draw the loss curve, and print the run's files and commands to try next. All ranks wait for it,
     because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
@@ -276,7 +289,7 @@ def summary(trainer, stopped: str) -> None:
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
-    elif hasattr(trainer.raw_model, "from_pretrained") and trainer.raw_model.num_params() <= 15e6:
+    elif can_export_html(trainer):
         export = f"{command_for('lab export')} {name} --html my-model.html"
         next_steps |= {"export it as a web page": export}
     next_steps |= {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import RunError, UserError
+from lab.cli import RunError, UserError, wrap
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import AsyncCopy
 from lab.files import atomic_write, finite_json
@@ -99,13 +99,27 @@ class HealthMonitor:
 
     @torch.no_grad()
     def record_gradients(self) -> None:
-        """Compute the norm of each parameter's gradient before clipping."""
+        """Compute the norm of each parameter's gradient before clipping. In the first step, warn if some
+        have none."""
         grads = {name: p.grad for name, p in self.named_params if p.grad is not None}
+        if not self.param_names:
+            self.warn_without_gradient(grads)
         self.param_names = list(grads)
         self.param_norms = foreach_norm(list(grads.values()))
         if self.scaler.is_enabled():  # fp16: gradients are still scaled here
             scale = self.scaler.scale(torch.ones(1, device=self.world.device))[0]
             self.param_norms = [norm / scale for norm in self.param_norms]
+
+    def warn_without_gradient(self, grads: dict[str, Any]) -> None:
+        without = [name for name, p in self.named_params if p.requires_grad and name not in grads]
+        if without:
+            others = f" and {len(without) - 1} more" * (len(without) > 1)
+            self.world.print0(
+                wrap(
+                    f"warning: no gradient for {without[0]}{others}: the loss does not depend on it, so it "
+                    "is not trained; is it unused, or is there a detach() or no_grad()?"
+                )
+            )
 
     @torch.no_grad()
     def observe(self, norm: torch.Tensor) -> None:

@@ -147,8 +147,8 @@ def find_run_to_resume(log_dir: str | Path, run_name: str, trainer: str) -> Path
             newer = started > last_written(run_dir)
             if newer and ours(program_of(other)) and not checkpoint_files(other):
                 raise UserError(
-                    f"{other} is newer and has no checkpoint yet: start it again without --resume, "
-                    f"or resume the older one with --run_name {shell_quote(run_dir.name)}"
+                    f"{other} is newer and has no checkpoint yet: {no_checkpoint_hint(other)}, or resume "
+                    f"the newest run that has one with --run_name {shell_quote(run_dir.name)}"
                 )
     require_resumable(run_dir)
     return run_dir
@@ -162,14 +162,19 @@ def require_resumable(run_dir: Path) -> None:
         )
     if checkpoint_files(run_dir):
         return
-    best, hint = run_dir / "model_best.pt", "start it again without --resume"
+    raise UserError(f"{run_dir} has no checkpoint to resume from; {no_checkpoint_hint(run_dir)}")
+
+
+def no_checkpoint_hint(run_dir: Path) -> str:
+    """What to do with a run that has no checkpoint."""
+    best = run_dir / "model_best.pt"
     if best.exists():
-        hint = f"--init_from {best} starts from its best weights"
-    elif has_steps(run_dir):
-        hint = (
+        return f"--init_from {best} starts from its best weights"
+    if has_steps(run_dir):
+        return (
             "wait for one if it is still running; else delete the folder or pass another --run_name"
         )
-    raise UserError(f"{run_dir} has no checkpoint to resume from; {hint}")
+    return "start it again without --resume"
 
 
 def is_finished(run_dir: Path) -> bool:
