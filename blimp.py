@@ -20,10 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.cli import (
+    RunError,
+    UserError,
+    eprint,
+    parse_args,
+    pre_import_setup,
+    require,
+    run_main,
+    wrap,
+)
+
+if __name__ == "__main__":
+    pre_import_setup()  # says so if PyTorch is not installed; SIGINT handling
+
 import numpy as np
 import torch
 
-from lab.cli import RunError, UserError, eprint, parse_args, require, run_main, wrap
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World

@@ -19,7 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, counted, parse_args, require, run_main
+from lab.cli import UserError, counted, eprint, parse_args, pre_import_setup, require, run_main
+
+if __name__ == "__main__":
+    pre_import_setup()  # says so if PyTorch is not installed; SIGINT handling
+
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
@@ -141,7 +145,11 @@ def main(argv: list[str]) -> int:
         print("\n".join(problems) or f"{cfg.out}: all shards are intact")
         return 1 if problems else 0
     t0 = time.monotonic()
-    manifest = build(cfg)
+    try:
+        manifest = build(cfg)
+    except KeyboardInterrupt:
+        eprint(f"the same command continues the build in {cfg.out}")
+        raise
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print("there is no GPU: a small model trains faster on data with --tokenizer bytes")

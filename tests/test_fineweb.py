@@ -306,6 +306,10 @@ def test_an_unfinished_build_is_named_as_such(tmp_path):
         fineweb.main([*args, "--tokenizer", "bytes"])
     with pytest.raises(UserError, match="whose build is not finished; run its command again"):
         TokenShards(tmp_path / "o", "train", 257)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / ".lock").write_text("")  # stopped before its first shard
+    with pytest.raises(UserError, match="whose build is not finished; run its command again"):
+        TokenShards(tmp_path / "begun", "train", 257)
     (tmp_path / "in" / "b.txt").write_text("café and more")
     with pytest.raises(
         UserError, match="has an unfinished build from other files; .*: b.txt; choose"
@@ -446,7 +450,8 @@ def test_ctrl_c_prints_no_traceback(tmp_path, long, capsys):
             time.sleep(0.002)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, "fineweb.py: stopped\n")
+        said = f"the same command continues the build in {tmp_path / 'o'}\nfineweb.py: stopped\n"
+        assert (process.returncode, err) == (130, said)
     make(*args)
     assert "continuing after" in capsys.readouterr().out
     assert np.array_equal(stream_of(tmp_path / "o"), long[1])

@@ -92,7 +92,8 @@ class TokenShards:
         if not self.paths:
             fineweb = command_for("fineweb.py")
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
-            if (manifest := read_manifest(folder)) and not manifest["complete"]:
+            manifest = read_manifest(folder)
+            if not manifest["complete"] if manifest else (folder / ".lock").exists():
                 raise UserError(
                     f"no {split} shards in {folder}, whose build is not finished; run its command again"
                 )
