@@ -22,7 +22,7 @@ from typing import Literal
 from lab.cli import UserError, counted, eprint, parse_args, pre_import_setup, require, run_main
 
 if __name__ == "__main__":
-    pre_import_setup()  # says so if PyTorch is not installed; SIGINT handling
+    pre_import_setup()  # exits with one sentence if PyTorch is not installed
 
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat

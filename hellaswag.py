@@ -19,19 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lab.cli import (
-    RunError,
-    UserError,
-    eprint,
-    parse_args,
-    pre_import_setup,
-    require,
-    run_main,
-    wrap,
-)
+from lab.cli import (  # isort: skip
+    RunError, UserError, eprint, parse_args, pre_import_setup, require, run_main, wrap,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    pre_import_setup()  # says so if PyTorch is not installed; SIGINT handling
+    pre_import_setup()  # exits with one sentence if PyTorch is not installed
 
 import numpy as np
 

@@ -8,8 +8,8 @@ teachers.
 
 It measures how much of the lower loss of an ensemble (bench/ensemble.py) a single model can reach. Only
 the training loss differs from speedrun.py: it is the cross-entropy with the mean probability of the
-teachers, in nats per token. With --soft 0.9 it is 0.9 times that plus 0.1 times the usual loss. Validation
-has the usual loss, and a checkpoint is that of a speedrun.py model.
+teachers, in nats per token. Validation has the usual loss, and a checkpoint is that of a speedrun.py
+model.
 
 With --fp8 all the student's MLPs compute in 8 bits; its head and the teachers compute in bf16. The logged
 TFLOP/s do not count the teachers, and --batch_size 0 does not count their memory.
@@ -39,41 +39,37 @@ CHUNK = 8192  # tokens whose logits are in memory: 0.8 GB in bf16 for each model
 @dataclass
 class TrainConfig(speedrun.TrainConfig):
     teachers: tuple[str, ...] = ()  # runs or checkpoints, all of the same width
-    soft: float = 1.0  # fraction of the loss that is the cross-entropy with the teachers
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
         super().validate(model_config)
         require(self.teachers, "teachers is empty, but must name runs; pass --teachers log/RUN")
-        require(self.soft <= 1, f"soft={self.soft} must be at most 1")
 
 
 PRESETS = {k: (model, TrainConfig(**vars(cfg))) for k, (model, cfg) in speedrun.PRESETS.items()}
 
 
 def loss_and_grad_(
-    logits: Tensor, teachers: Tensor, targets: Tensor, vocab_size: int, soft: float, scale: float
+    logits: Tensor, teachers: Tensor, targets: Tensor, vocab_size: int, scale: float
 ) -> Tensor:  # fmt: skip
     """Return the losses (n,) of a chunk of logits (n, V), and replace the logits by scale * dloss/dlogits.
     teachers: their logits (K, n, V). Where the target (n,) is -1, the loss is 0."""
     log_q = logits[:, :vocab_size].float().log_softmax(-1)  # without padding ids
     p = teachers[..., :vocab_size].float().softmax(-1).mean(0)
-    one_hot = torch.arange(vocab_size, device=targets.device) == targets[:, None]
-    p, has_target = soft * p + (1 - soft) * one_hot, (targets >= 0)[:, None]
+    has_target = (targets >= 0)[:, None]
     losses = -(p * log_q * has_target).sum(1)
     grad = (log_q.exp() - p) * has_target * scale  # the sum of p is 1
     logits.copy_(F.pad(grad, (0, logits.size(1) - vocab_size)))
     return losses
 
 
-compiled_loss_and_grad_ = torch.compile(loss_and_grad_, dynamic=False)  # in its first call
+compiled_loss_and_grad_ = torch.compile(loss_and_grad_, dynamic=False)  # compiles in its first call
 
 
 # a custom op, so that torch.compile does not break the student's graph here
 @torch.library.custom_op("gpt2::soft_loss", mutates_args=())
 def soft_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, hidden: Tensor, heads: Tensor,
-    vocab_size: int, soft: float,
+    x: Tensor, weight: Tensor, targets: Tensor, hidden: Tensor, heads: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum of the losses of the student's hidden states x (N, C) with its head weight (V, C),
     and the gradients dx (N, C) and dweight (V, C). targets: (N,). hidden (K, N, D), heads (K, V, D): the
@@ -82,7 +78,7 @@ def soft_loss(
 
     def chunk_loss_(logits, rows, scale):
         teachers = hidden[:, rows] @ heads.mT  # (K, n, V)
-        return loss(logits, teachers, targets[rows], vocab_size, soft, scale)
+        return loss(logits, teachers, targets[rows], vocab_size, scale)
 
     return loss_in_chunks(x, weight, chunk_loss_, CHUNK)
 
@@ -93,7 +89,7 @@ def empty_results(x, weight, *_):
 
 
 def backward(ctx, *grads):
-    return *multiply_gradients(ctx, *grads), None, None, None
+    return *multiply_gradients(ctx, *grads), None, None
 
 
 soft_loss.register_autograd(backward, setup_context=save_gradients)
@@ -101,13 +97,13 @@ soft_loss.register_autograd(backward, setup_context=save_gradients)
 
 class Student(speedrun.GPT):
     def forward(self, idx, targets=None, *args, teachers=None, **how):
-        """See train_gpt2.GPT. teachers: the hidden, heads and soft of soft_loss, to return its sum."""
+        """See train_gpt2.GPT. teachers: hidden and heads, for soft_loss, whose sum is returned."""
         if targets is None or teachers is None:
             return super().forward(idx, targets, *args, **how)
-        hidden, heads, soft = teachers
+        hidden, heads = teachers
         x, weight = self.hidden(idx).flatten(0, 1).to(heads.dtype), self.lm_head.weight
         size = self.config.vocab_size
-        return None, soft_loss(x, weight, targets.flatten(), hidden, heads, size, soft)[0]
+        return None, soft_loss(x, weight, targets.flatten(), hidden, heads, size)[0]
 
 
 class Trainer(speedrun.Trainer):
@@ -143,7 +139,7 @@ class Trainer(speedrun.Trainer):
             return args, kwargs
         with torch.no_grad():
             hidden = torch.stack([teacher(args[0]).flatten(0, 1) for teacher in self.teachers])
-        return args, kwargs | {"teachers": (hidden.to(self.dtype), self.heads, self.cfg.soft)}
+        return args, kwargs | {"teachers": (hidden.to(self.dtype), self.heads)}
 
 
 def main(argv):

@@ -95,8 +95,9 @@ def warn_if_edited(program: Any, cls: type, source: Any) -> None:
     if saved and torchrun_env()[0] == 0 and saved != code_hash(cls):
         file = class_path(cls).rpartition(":")[0]
         eprint(
-            f"warning: the model's code in {file} has changed since {source} was saved, so its weights may "
-            "now compute something else; to compare two versions of a model, edit a copy of the file"
+            f"warning: the model's code in {file} differs from the code with which {source} was saved, so "
+            "its weights may now compute something else; to compare two versions of a model, edit a copy of "
+            "the file"
         )
 
 

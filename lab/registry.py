@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lab.cli import UserError, command_for, eprint, require, shell_quote
+from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
 from lab.data.manifest import read_manifest, sha256_of
 from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_size
@@ -266,11 +266,7 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
     """Initialize a new model with the weights of `source`. Raises UserError if they don't fit."""
     path = resolve_source(source, log_dir)
     other = load_model(path)
-    if is_checkpoint(path) and code_hash(type(other)) != code_hash(type(model)):
-        eprint(
-            f"warning: {path} is a model of {class_path(type(other)).rpartition(':')[0]}, whose code differs "
-            "from this program's, so its weights may now compute something else"
-        )
+    warn_if_edited({"code": code_hash(type(other))}, type(model), path)
     if hasattr(model, "from_pretrained"):  # also accepts published weights, with any padding
         check_same_model(path, vars(other.config), model.config, "vocab_multiple")
         copy_into(model, other.state_dict(), path)

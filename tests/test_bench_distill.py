@@ -27,22 +27,18 @@ FLAGS = (
 ).split()
 
 
-def plain_loss(x, weight, targets, hidden, heads, soft):
+def plain_loss(x, weight, targets, hidden, heads):
     """The loss in plain PyTorch: all logits at once."""
     p = (hidden @ heads.mT)[..., :V].softmax(-1).mean(0)
     logits = (x @ weight.T)[:, :V]
-    from_teachers = F.cross_entropy(logits, p, reduction="none")[targets >= 0].sum()
-    return soft * from_teachers + (1 - soft) * F.cross_entropy(
-        logits, targets, ignore_index=-1, reduction="sum"
-    )
+    return F.cross_entropy(logits, p, reduction="none")[targets >= 0].sum()
 
 
 def relative_error(found, right):
     return ((found - right).norm() / right.norm()).item()
 
 
-@pytest.mark.parametrize("soft", [1.0, 0.3, 0.0])
-def test_soft_loss_and_gradients_equal_plain_pytorch(monkeypatch, soft):
+def test_soft_loss_and_gradients_equal_plain_pytorch(monkeypatch):
     """In three chunks, with targets of -1, padding rows that are not 0, and narrower teachers."""
     monkeypatch.setattr(distill, "CHUNK", 8)
     x, weight = torch.randn(N, C), torch.randn(PADDED, C)
@@ -51,8 +47,8 @@ def test_soft_loss_and_gradients_equal_plain_pytorch(monkeypatch, soft):
     targets[[0, 8, 20]] = -1
     results = []
     for loss_of in (
-        lambda x, w: plain_loss(x, w, targets, hidden, heads, soft),
-        lambda x, w: distill.soft_loss(x, w, targets, hidden, heads, V, soft)[0],
+        lambda x, w: plain_loss(x, w, targets, hidden, heads),
+        lambda x, w: distill.soft_loss(x, w, targets, hidden, heads, V)[0],
     ):
         inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = loss_of(*inputs)
@@ -60,7 +56,7 @@ def test_soft_loss_and_gradients_equal_plain_pytorch(monkeypatch, soft):
     for right, found in zip(*results, strict=True):
         assert relative_error(found, right) < 1e-5
     assert not found[V:].any(), "padding rows have no gradient"
-    inputs = (*inputs, targets, hidden, heads, V, soft)
+    inputs = (*inputs, targets, hidden, heads, V)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(distill.soft_loss, inputs, test_utils=checks)
 
@@ -71,7 +67,7 @@ def test_a_student_equal_to_its_teachers_has_no_gradient():
     hidden = student.hidden(x).flatten(0, 1).detach().expand(2, -1, -1)
     heads = student.lm_head.weight.detach().expand(2, -1, -1)
     norms = []
-    for how in ({}, {"teachers": (hidden, heads, 1.0)}):
+    for how in ({}, {"teachers": (hidden, heads)}):
         student.zero_grad()
         student(x, y, reduction="sum", **how)[1].backward()
         norms.append(torch.stack([p.grad.norm() for p in student.parameters()]).norm())
@@ -112,7 +108,6 @@ def test_training_steps_equal_those_with_all_logits_in_memory(
 
 
 def test_program_resumes_exactly_and_agrees_with_two_processes(tmp_path, builtin_text):
-    """--soft 0 is speedrun.py's training, which shows that nothing else differs."""
     base = [*FLAGS, "--data", builtin_text]
     for seed in (1, 2):
         flags = f"--max_steps 3 --checkpoint_every 3 --seed {seed} --run_name t{seed}".split()
@@ -135,12 +130,6 @@ def test_program_resumes_exactly_and_agrees_with_two_processes(tmp_path, builtin
     assert two.losses == pytest.approx(whole.losses, abs=1e-3)
     assert two.val == pytest.approx(whole.val, abs=1e-3)
 
-    succeed("bench/distill.py", *student, "--soft", 0, "--run_name", "hard", cwd=tmp_path)
-    succeed("speedrun.py", *base, "--run_name", "usual", cwd=tmp_path)
-    hard, usual = (read_run(tmp_path / "log" / name) for name in ("hard", "usual"))
-    assert hard.losses == pytest.approx(usual.losses, abs=1e-5)
-    assert hard.val == pytest.approx(usual.val, abs=1e-5)
-    assert all(abs(a - b) > 0.01 for a, b in zip(whole.losses[1:], usual.losses[1:]))
     assert type(load_model(str(tmp_path / "log/a"))) is speedrun.GPT
     flags = "--init_from log/a --run_name more --max_steps 1 --batch_warmup_steps 0".split()
     succeed("speedrun.py", *base, *flags, cwd=tmp_path)
@@ -148,8 +137,6 @@ def test_program_resumes_exactly_and_agrees_with_two_processes(tmp_path, builtin
 
     said = fail("bench/distill.py", *base, cwd=tmp_path)
     assert "teachers is empty, but must name runs; pass --teachers" in said
-    said = fail("bench/distill.py", *student, "--soft", 1.5, cwd=tmp_path)
-    assert "soft=1.5 must be at most 1" in said
     flags = "--seq_len 64 --block_size 64 --batch_size 1".split()
     said = fail("bench/distill.py", *student, *flags, cwd=tmp_path)
     assert (

@@ -222,6 +222,13 @@ def test_tools_name_a_package_that_is_not_installed(tmp_path, tool, package):
     )
 
 
+@pytest.mark.parametrize("file", ["train_gpt2.py", "fineweb.py", "blimp.py", "hellaswag.py"])
+def test_programs_name_a_missing_pytorch(tmp_path, file):
+    done = run_python("-S", ROOT / file, cwd=tmp_path)  # without site-packages
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "error: PyTorch is not installed for this Python" in done.stderr
+
+
 def test_a_package_that_a_tool_imports_late_is_named_too(tmp_path):
     (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(name='tyro')")
     done = run_python("-m", "lab", "report", cwd=ROOT, PYTHONPATH=str(tmp_path))

@@ -191,6 +191,15 @@ def test_time_between_a_stop_and_resume_is_not_counted(tmp_path):
     page.shows("resumed at step 20")
 
 
+def test_two_programs_with_equal_settings_are_named(tmp_path):
+    for name, code in (("a", "12345678"), ("b", "abcdefgh")):
+        config = json.loads((write_run(tmp_path / name, RUN) / "config.json").read_text())
+        config["program"] = {"trainer": f"{name}.py:Trainer", "code": code * 8}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    page = Page(tmp_path / "a", tmp_path / "b")
+    page.shows("program a b file a.py b.py hash of the model's code 12345678 abcdefgh")
+
+
 def test_a_log_alone_and_a_damaged_configuration(tmp_path):
     """A copied log, like those in readme.assets/runs, is shown under its file's name."""
     log = write_log(tmp_path, [*RUN, sample(400, "alone")]) / "log.jsonl"

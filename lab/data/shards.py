@@ -92,8 +92,8 @@ class TokenShards:
         if not self.paths:
             fineweb = command_for("fineweb.py")
             source = shell_quote(folder) if folder.is_dir() else "FOLDER"
-            manifest = read_manifest(folder)
-            if not manifest["complete"] if manifest else (folder / ".lock").exists():
+            manifest, begun = read_manifest(folder), (folder / ".lock").exists()  # by fineweb.py
+            if begun and not manifest or manifest and not manifest["complete"]:
                 raise UserError(
                     f"no {split} shards in {folder}, whose build is not finished; run its command again"
                 )

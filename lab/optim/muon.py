@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
             update = update.view(len(params), *params[0].shape)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             step = -group["lr"] * max(1.0, m / n) ** 0.5
-            if self.beta2:  # the update stays in bf16 and is read twice: for the factors, and here
+            if self.beta2:  # without a float32 copy of the update
                 for p, u, factors in zip(params, update, self.row_factors(update, params)):
                     p.addcmul_(u, factors, value=step)
             else:

@@ -52,11 +52,10 @@ def read_run(path: Path, name: str) -> RunReport:
         hint = "delete it to get a page without the configuration"
         config = read_json(beside, hint, model=dict, train=dict)
     parts = {part: config[part] for part in ("model", "train") if config}
-    if isinstance(
-        program := config.get("program"), dict
-    ):  # the file, and a hash of the model's code
-        file = str(program.get("trainer")).rpartition(":")[0]
-        parts = {"program": {"file": file, "model's code": str(program.get("code"))[:8]}} | parts
+    program = config.get("program")
+    if isinstance(program, dict):
+        file, code = str(program.get("trainer")).rpartition(":")[0], str(program.get("code", ""))
+        parts = {"program": {"file": file, "hash of the model's code": code[:8]}} | parts
     return RunReport(name, folder, log, parts)
 
 

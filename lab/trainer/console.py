@@ -22,7 +22,6 @@ from lab.cli import (
     wrap,
 )
 from lab.data.tokenizers import END_OF_TEXT, printable
-from lab.program import class_path
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -232,13 +231,6 @@ class Console:
         self.print(" | ".join(fields), highlight=shown)
 
 
-def can_export_html(trainer) -> bool:
-    """Whether `lab export --html` probably works: a small model of train_gpt2.py with its tokenizers."""
-    model = trainer.raw_model
-    unedited = class_path(type(model)) == "train_gpt2.py:GPT" and model.num_params() <= 15e6
-    return unedited and not model.config.tokenizer.endswith(".json")
-
-
 def print_summary(trainer, stopped: str) -> None:
     """Draw the loss curve, and print the run's files and commands to try next. All ranks wait for it,
     because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
@@ -269,6 +261,8 @@ def summary(trainer, stopped: str) -> None:
     plot.loss_curve([run_dir], run_dir / "loss.png")
     name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
     has_best, model = (run_dir / "model_best.pt").exists(), name
+    small = trainer.raw_model.num_params() <= 15e6
+    own_tokenizer = trainer.raw_model.config.tokenizer.endswith(".json")
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
@@ -289,7 +283,7 @@ def summary(trainer, stopped: str) -> None:
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
-    elif can_export_html(trainer):
+    elif hasattr(trainer.raw_model, "from_pretrained") and small and not own_tokenizer:
         export = f"{command_for('lab export')} {name} --html my-model.html"
         next_steps |= {"export it as a web page": export}
     next_steps |= {

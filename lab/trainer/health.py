@@ -113,11 +113,11 @@ class HealthMonitor:
     def warn_without_gradient(self, grads: dict[str, Any]) -> None:
         without = [name for name, p in self.named_params if p.requires_grad and name not in grads]
         if without:
-            others = f" and {len(without) - 1} more" * (len(without) > 1)
+            more = f" and {len(without) - 1} more" * (len(without) > 1)
             self.world.print0(
                 wrap(
-                    f"warning: no gradient for {without[0]}{others}: the loss does not depend on it, so it "
-                    "is not trained; is it unused, or is there a detach() or no_grad()?"
+                    "warning: the loss does not depend on some parameters, so they are not trained: "
+                    f"{without[0]}{more}; are they unused, or is there a detach() or no_grad()?"
                 )
             )
 
