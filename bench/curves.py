@@ -3,7 +3,9 @@
 import json
 
 import numpy as np
+from data_multiple import tokens_needed
 from drawing import (
+    DASHED,
     blank,
     cell,
     cells_of,
@@ -118,6 +120,38 @@ def small_data(runs, out_path, dark):
         write(ax, text, minutes[-1], losses[-1], dx, dy, color=color)
     ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
     ax.set(xlim=(0, 29), ylim=(3.1, 4.5))
+    figure.savefig(out_path)
+
+
+@made_by("python bench/data_multiple.py --data data/mine --tokens 6900000 --passes 4")
+def data_multiple(runs, out_path, dark):
+    """Lowest final loss against the amount of text: small-data (the largest amount: mean of its three
+    seeds), and GPT-2's recipe on all of it."""
+    rows = sorted(records(runs, "data_multiple", "val_loss"), key=lambda r: -r["val_loss"])
+    gpt2 = [r for r in rows if r["recipe"] == "gpt2"][-1]
+    best = {r["tokens"]: r for r in rows if r["recipe"] == "small-data"}
+    logs = [read_log(runs / f"small_data_ema_{seed}.jsonl") for seed in (1, 2, 3)]
+    whole = float(np.mean([column(log, "val", "loss")[1][-1] for log in logs]))
+    best[gpt2["tokens"]] = {"val_loss": whole, "passes": 7.3}
+    tokens = sorted(best)
+    losses = [best[n]["val_loss"] for n in tokens]
+    enough = tokens_needed(dict(zip(tokens, losses)), gpt2["val_loss"])
+    title = f"small-data needs {gpt2['tokens'] / enough:.1f} times less text than GPT-2's recipe"
+    note = "parts of 111M tokens of books; " + where_and_when([*best.values(), gpt2])
+    figure, ax = blank(4.6, title, note)
+    ax.plot(tokens, losses, "o-", color=color_of("blue", dark), markersize=4)
+    for n, loss in zip(tokens, losses):
+        text = f"{'small-data ' * (n == tokens[0])}{loss:.2f}, {best[n]['passes']:g} epochs"
+        write(ax, text, n, loss, -6, -10, ha="right", color=color_of("blue", dark))
+    ax.plot([enough, gpt2["tokens"]], [gpt2["val_loss"]] * 2, **DASHED)
+    ax.plot(gpt2["tokens"], gpt2["val_loss"], "o", color=color_of("green", dark), markersize=4)
+    text = f"GPT-2's recipe\n{gpt2['val_loss']:.2f}, {gpt2['passes']} epochs"
+    color = color_of("green", dark)
+    write(ax, text, gpt2["tokens"], gpt2["val_loss"], 0, 16, ha="right", color=color)
+    ax.set(xlabel="different tokens in the text", ylabel="validation loss (nats per token)")
+    ax.set(xscale="log", ylim=(3.1, 4.5), xlim=(2.5e6, 1.3e8))
+    ax.set_xticks(tokens, [f"{n / 1e6:.1f}M" for n in tokens])
+    ax.minorticks_off()
     figure.savefig(out_path)
 
 

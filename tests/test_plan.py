@@ -4,11 +4,14 @@ import collections
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+import fineweb
 from lab import kernels
 from lab.cli import UserError
 from lab.hardware import GPUS, peak_flops
@@ -241,3 +244,14 @@ def test_measured_here(capsys, tmp_path, monkeypatch):
     assert "$" not in text and not list(tmp_path.iterdir())
     # steps that would take minutes are not run
     assert "no forecast" in planned(capsys, "--preset gpt2 --device cpu --data", tmp_path)
+
+
+def test_epochs_of_the_data_are_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [{"text": f"{number} " * 1000} for number in range(30)]
+    Path("in.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    flags = "--source in.jsonl --out mine --val_tokens 1000 --tokenizer bytes --workers 0"
+    fineweb.main(flags.split())
+    train = sum(len(np.load(file)) for file in Path("mine").glob("*_train_*"))
+    text = planned(capsys, "--preset laptop --gpu H200 --mfu 0.02 --batch_size 8 --data mine")
+    assert f"4.1M tokens ({4096e3 / train:,.1f} epochs of mine); evaluation" in text

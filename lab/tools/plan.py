@@ -29,6 +29,7 @@ from lab.batch_size import candidate_batch_sizes
 from lab.cli import UserError, bold, counted, fill_paragraphs
 from lab.config import parse_flags, resolve_vocabulary
 from lab.data.loader import grad_accum_steps
+from lab.data.manifest import read_manifest
 from lab.distributed import World
 from lab.hardware import GPUS, compile_unsupported_reason, total_memory
 from lab.kernels.fused_mlp import is_supported
@@ -261,10 +262,14 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
     hours = tokens / tok_per_s / 3600
     duration = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    epochs = ""
+    if manifest := read_manifest(s.cfg.data):
+        train = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+        epochs = f" ({tokens / train:,.1f} epochs of {s.cfg.data})" if train else ""
     print_row(
         "time",
-        f"{duration} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens; evaluation and saving are "
-        "not included",
+        f"{duration} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens{epochs}; evaluation and "
+        "saving are not included",
     )
     price = args.price
     if price is None:  # RTX cards are usually not rented
