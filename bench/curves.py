@@ -136,7 +136,7 @@ def data_multiple(runs, out_path, dark):
     tokens = sorted(best)
     losses = [best[n]["val_loss"] for n in tokens]
     enough = tokens_needed(dict(zip(tokens, losses)), gpt2["val_loss"])
-    title = f"small-data needs {gpt2['tokens'] / enough:.1f} times less text than GPT-2's recipe"
+    title = f"small-data needs 1/{gpt2['tokens'] / enough:.1f} of the text of GPT-2's recipe"
     note = "parts of 111M tokens of books; " + where_and_when([*best.values(), gpt2])
     figure, ax = blank(4.6, title, note)
     ax.plot(tokens, losses, "o-", color=color_of("blue", dark), markersize=4)

@@ -32,7 +32,7 @@ READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
     --weight_decay 0.01 --batch_warmup_steps 0"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # usual for this size
 MARK = "--total_batch_size 131072 --val_tokens 1048576"
-GPU, LAPTOP = f"--preset speedrun {MARK} --batch_warmup_steps 0.25", "--preset laptop"
+GPU, LAPTOP = f"--preset speedrun {MARK} --beta2 0.95", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
     "untied": "--tied",
