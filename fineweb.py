@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lab.cli import UserError, counted, eprint, parse_args, pre_import_setup, require, run_main
+from lab.cli import (  # isort: skip
+    UserError, command_for, counted, eprint, parse_args, pre_import_setup, require, run_main, shell_quote,
+)  # fmt: skip
 
 if __name__ == "__main__":
     pre_import_setup()  # exits with one sentence if PyTorch is not installed
@@ -78,7 +80,7 @@ class Config:
 
 def parse_count(flag: str, text: str) -> int:
     """500M, 10B, 1.3T or a plain number as int; 0 for an empty text."""
-    if not text:
+    if not text and flag != "shard_tokens":
         return 0
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)([kmbt]?)", text.lower())
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -96,25 +98,11 @@ def completed(cfg: Config) -> CorpusConfig:
     out = f"data/{data_name(cfg)}"
     if out == "data/edufineweb":
         out = "edu_fineweb" + (cfg.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
-    return CorpusConfig(
-        source=cfg.source,
-        data=data_name(cfg),
-        out=Path(cfg.out or out),
-        tokens=parse_count("tokens", cfg.tokens),
-        tokenizer=tokenizer,
-        vocab_size=cfg.vocab_size,
-        dataset=cfg.dataset,
-        name=cfg.name,
-        split=cfg.split,
-        revision=cfg.revision,
-        text_column=cfg.text_column,
-        context=cfg.context,
-        shard_tokens=parse_count("shard_tokens", cfg.shard_tokens),
-        val_tokens=parse_count("val_tokens", cfg.val_tokens),
-        workers=cfg.workers,
-        engine=cfg.engine,
-        strict=cfg.strict,
-    )
+    numbers = "tokens", "shard_tokens", "val_tokens"
+    counts = {name: parse_count(name, getattr(cfg, name)) for name in numbers}
+    same = {f.name: getattr(cfg, f.name, None) for f in dataclasses.fields(CorpusConfig)}
+    filled = dict(data=data_name(cfg), out=Path(cfg.out or out), tokenizer=tokenizer)
+    return CorpusConfig(**same | counts | filled)
 
 
 def data_name(cfg: Config) -> str:
@@ -151,6 +139,8 @@ def main(argv: list[str]) -> int:
         eprint(f"the same command continues the build in {cfg.out}")
         raise
     print(summary(manifest, cfg.out, time.monotonic() - t0))
+    chats = " --preset sft --init_from RUN" if manifest["context"] else ""
+    print(f"train on them: {command_for('train_gpt2.py')} --data {shell_quote(cfg.out)}{chats}")
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print("there is no GPU: a small model trains faster on data with --tokenizer bytes")
     return 0

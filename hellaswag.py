@@ -316,11 +316,6 @@ def report(
         activities = [str(row.get("activity_label")) for row in data.rows]
         tables["by_activity"] = summarize_groups(activities, sums, data)
     errors = most_confident_errors(sums, data, cfg.worst)
-    if cfg.json:
-        about = {"model": cfg.model, "split": cfg.split, "published_file": published}
-        record = about | {"precision": precision} | result | tables
-        record |= {"worst": errors} if cfg.worst else {}
-        atomic_write(cfg.json, (json.dumps(finite_json(record), indent=1) + "\n").encode())
     for name in ("acc", "acc_norm"):
         value, stderr, low, high = (result[name + end] for end in ("", "_stderr", "_low", "_high"))
         print(f"{name:8}  {value:.4f} +- {stderr:.4f}  (95 %: {low:.4f} to {high:.4f})")
@@ -336,6 +331,11 @@ def report(
     print(wrap(line))
     for text in [*map(format_groups, tables.values()), *map(format_error, errors)]:
         print("\n" + text)
+    if cfg.json:
+        about = {"model": cfg.model, "split": cfg.split, "published_file": published}
+        record = about | {"precision": precision} | result | tables
+        record |= {"worst": errors} if cfg.worst else {}
+        atomic_write(cfg.json, (json.dumps(finite_json(record), indent=1) + "\n").encode())
 
 
 def run(cfg: Config) -> None:

@@ -148,11 +148,12 @@ def main(argv):
         if not cfg.data:
             raise UserError("data is empty; pass a folder of token shards with --data")
         check_out(cfg.out, cpu=gpu_name() == gpu_name("cpu"))
-        key = "recipe", "tokens", "passes", "seed", "also"
+        key = "recipe", "tokens", "passes", "seed", "also", "total_batch_size"
         done = {tuple(r[k] for k in key) for r in read_records(cfg.out)}
         for tokens in cfg.tokens:
             for passes in cfg.passes:
-                if (cfg.recipe, tokens, passes, cfg.seed, cfg.also) not in done:
+                run = cfg.recipe, tokens, passes, cfg.seed, cfg.also, cfg.total_batch_size
+                if run not in done:
                     append_record(cfg.out, measure(cfg, tokens, passes))
     show(recorded(cfg.out, "data_multiple"))
 

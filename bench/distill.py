@@ -12,7 +12,7 @@ teachers, in nats per token. Validation has the usual loss, and a checkpoint is 
 model.
 
 With --fp8 all the student's MLPs compute in 8 bits; its head and the teachers compute in bf16. The logged
-TFLOP/s do not count the teachers, and --batch_size 0 does not count their memory.
+MFU does not count the teachers, and --batch_size 0 does not count their memory.
 """
 
 import sys

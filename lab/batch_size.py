@@ -15,7 +15,7 @@ def find_max_batch_size(
     resuming from `state`, at most the checkpoint's batch_size, because another one rounds differently.
 
     On a GPU, candidates are tried, largest first, with the eager model, which needs a little more
-    memory than the compiled one. On a CPU, the largest one of at most 16384 tokens is taken without
+    memory than the compiled one. Elsewhere, the largest one of at most 16384 tokens is taken without
     trying. Raises UserError if total_batch_size cannot be divided, if not even one sequence fits, or
     for FSDP2.
     """

@@ -274,11 +274,13 @@ def parse_flags(
     was = " (was {})" if cfg.resume else ""
     changed = [f"{k}={v}{was.format(before[k])}" for k, v in now.items() if before[k] != v]
     cfg.validate(model_config)
-    return (
-        reason + (f"; changed by flags: {', '.join(changed)}" if changed else ""),
-        model_config,
-        cfg,
-    )
+    if changed:
+        reason += f"; changed by flags: {', '.join(changed)}"
+    if cfg.resume and any(before[name] != now[name] for name in ("seed", "shuffle", "seq_len")):
+        reason += (
+            "; the text now has another order, so this epoch repeats some of it and omits some"
+        )
+    return reason, model_config, cfg
 
 
 def group_flags(model_config: Any, cfg: Any) -> type:
@@ -303,7 +305,11 @@ def group_flags(model_config: Any, cfg: Any) -> type:
 
 
 def check_foreign_flags(argv: list[str], *configs: Any) -> None:
-    """Raise UserError for another project's name of one of our flags, even mistyped."""
+    """Raise UserError for another project's name of one of our flags, even mistyped, and for --resume RUN."""
+    for flag, value in zip(argv, argv[1:]):
+        if flag == "--resume" and not value.startswith("-"):
+            run = f"--run_name {shell_quote(Path(value).name)}"
+            raise UserError(f"--resume {value}: --resume has no value; pass --resume {run}")
     names = {name for config in configs for name in vars(config)}
     for word in argv:
         flag = word.partition("=")[0]

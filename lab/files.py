@@ -127,6 +127,7 @@ def atomic_open(path: str | Path) -> Iterator[IO[bytes]]:
     """Open a binary file for writing. If the body raises, `path` keeps its old contents: the data goes
     to a file beside it, which is flushed to disk and then renamed."""
     path = Path(path)
+    check_regular(path)  # os.replace would put a file in the place of a device
     part = path.with_name(path.name + ".part")
     with write_errors(path):
         try:
@@ -182,6 +183,7 @@ def dir_lock(folder: str | Path, refusal: str, wait: bool = False) -> Iterator[N
 def check_writable(path: str | Path, flag: str) -> None:
     """Raise UserError if the file given as --flag cannot be written; call it before the work starts."""
     path = Path(path)
+    check_regular(path)
     with write_errors(path, f"choose another place with --{flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

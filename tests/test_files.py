@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, TINY_RUN, run_python, succeed, write_shards
 
 from lab.cli import UserError
-from lab.files import atomic_write, read_errors, read_json, write_errors
+from lab.files import atomic_write, check_writable, read_errors, read_json, write_errors
 
 
 def test_invalid_json_is_reported_with_its_path(tmp_path):
@@ -68,6 +68,15 @@ def test_a_part_that_is_a_link_or_a_fifo_is_replaced_and_not_followed(tmp_path):
     os.mkfifo(part)
     atomic_write(path, b"two")
     assert path.read_bytes() == b"two" and not part.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="FIFOs")
+def test_a_fifo_is_neither_opened_nor_replaced(tmp_path):
+    os.mkfifo(path := tmp_path / "out.json")
+    for write in (lambda: check_writable(path, "json"), lambda: atomic_write(path, b"one")):
+        with pytest.raises(UserError, match="out.json is a FIFO, socket or device"):
+            write()
+    assert path.is_fifo()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and FIFOs")

@@ -1,5 +1,6 @@
 """The run directory: its contents; bit-equal resuming; when a run is saved and evaluated."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -323,6 +324,22 @@ def test_resume_selects_the_named_run_or_the_programs_newest(tmp_path):
     (tmp_path / "begun" / "log.jsonl").write_text('{"kind": "first_step", "step": 1}\n')
     with pytest.raises(UserError, match="else delete the folder or pass another --run_name, or"):
         find_run_to_resume(tmp_path, "", GPT2)
+
+
+def test_changes_after_which_numbers_cannot_be_compared(tmp_path, shards):
+    """With other validation tokens, the best loss is forgotten. Another order of the text is reported."""
+    run = train_here(tmp_path, shards, "r", max_steps=2, val_every=1)
+    state = run.checkpoints[2] | {"best_val": 1.5}
+    cfg = TrainConfig(**state["train_config"])
+    for changes, best in ({}, 1.5), (dict(val_tokens=200), math.inf):
+        changed = dataclasses.replace(cfg, **changes)
+        build = train_gpt2.build_trainer
+        assert build(GPTConfig(**TINY_MODEL), changed, World("cpu"), state).best_val == best
+    how = train_gpt2.PRESETS, "", train_gpt2.Trainer
+    for flags, reported in ("--lr 1", False), ("--seed 7", True), ("--no_shuffle", True):
+        argv = ["--resume", "--log_dir", str(tmp_path), "--max_steps", "4", *flags.split()]
+        reason = train_gpt2.settings.parse_flags(argv, *how)[0]
+        assert ("the text now has another order" in reason) == reported
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -1,6 +1,5 @@
 """Output on a terminal, tested with a pseudo-terminal: width, bold and dim text, progress bars, verdicts."""
 
-import ast
 import dataclasses
 import json
 import math
@@ -274,12 +273,6 @@ def test_help_shows_examples_on_their_own_lines(on_terminal, program):
     command = f"python -m lab {tool} " if tool else f"python {file} "
     assert len(re.findall(rf"^    {command}", description, re.M)) >= 1
     assert f"usage: {command if tool else f'{file} '}" in text
-
-
-def test_examples_are_narrower_than_a_terminal():
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("lab/tools/*.py")):
-        lines = (ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").split("\n")
-        assert [line for line in lines if line[:4] == "    " and len(line) > 80] == [], path.name
 
 
 def test_advice_names_the_flags_that_a_program_has():

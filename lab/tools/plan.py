@@ -75,10 +75,11 @@ def named_gpu(text: str) -> GPU:
     name, size = match.groups() if match else ("", None)
     known = {gpu.upper(): gpu for gpu in GPUS}
     if (name not in known if name else not size) or (size and float(size) <= 0):
+        near = sorted((gpu for gpu in GPUS if name and name in gpu.upper()), key=len)
         text = " ".join(text.split())[:40]
         raise UserError(
             f"gpu={text} is not in the list of `python -m lab plan --help`; a memory size works too: "
-            "--gpu 24GB"
+            "--gpu 24GB" + (f'; did you mean --gpu "{near[0]}"?' if near else "")
         )
     tflops, gib = GPUS[known[name]] if name else (None, 0.0)
     return GPU(known.get(name, "a GPU"), float(size) if size else gib, tflops)

@@ -166,7 +166,10 @@ class CheckpointMixin:
         self.health.load_state_dict(state["health"])
         set_rng_state(state["rng"], self.world.device)
         self.step = self.saved_step = state["step"]
-        self.best_val = state["best_val"]
+        same = ("val_tokens", "seq_len", "mlm_probability")  # else losses cannot be compared
+        before = state["train_config"]
+        if all(before.get(name) == getattr(self.cfg, name, None) for name in same):
+            self.best_val = state["best_val"]
 
     def save(self: Any) -> dict | None:
         """Save a checkpoint, written by a background thread; does nothing at step 0 or if this step is

@@ -157,7 +157,8 @@ class Console:
             if cfg.init_from or trainer.step:
                 begins = f"a uniform guess has {uniform}"
             self.print(
-                f"loss   {begins}; the best loss without any context is {self.unigram:.3f} (unigram)"
+                f"loss   {begins}; a model that knows only how frequent each token is has "
+                f"{self.unigram:.3f} (unigram)"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:
@@ -283,7 +284,7 @@ def summary(trainer, stopped: str) -> None:
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {name} --out FOLDER"
         next_steps = {"use it in transformers": export}
-    elif hasattr(trainer.raw_model, "from_pretrained") and small and not own_tokenizer:
+    elif file == "train_gpt2.py" and small and not own_tokenizer:
         export = f"{command_for('lab export')} {name} --html my-model.html"
         next_steps |= {"export it as a web page": export}
     next_steps |= {

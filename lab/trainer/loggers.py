@@ -42,8 +42,11 @@ class RunLogger:
         if self.trainer.cfg.wandb:
             import wandb  # pyright: ignore[reportMissingImports]  # optional
 
-            settings = dict(name=self.run_dir.name, config=vars(self.trainer.cfg), resume="allow")
-            self.wandb = wandb.init(project="gpt2", **settings)
+            path, cfg = self.run_dir / "wandb_id", self.trainer.cfg
+            known = path.read_text() if cfg.resume and path.exists() else None
+            settings = dict(name=self.run_dir.name, config=vars(cfg), resume="allow")
+            self.wandb = wandb.init(project="gpt2", id=known, **settings)
+            path.write_text(self.wandb.id)
             self.wandb.define_metric("*", step_metric="step")  # spikes are logged one step late
         return self
 

@@ -135,7 +135,11 @@ def find_run_to_resume(log_dir: str | Path, run_name: str, trainer: str) -> Path
     """The directory of the named run or, without a name, of the newest run made by `trainer` (a
     class_path). Raises UserError if there is nothing to resume."""
     if (name := Path(run_name).name) != run_name:
-        raise UserError(f"run_name={run_name} is a path; pass --log_dir FOLDER --run_name {name}")
+        folder = Path(run_name).parent
+        where = "" if folder == Path(log_dir) else f"--log_dir {shell_quote(folder)} "
+        raise UserError(
+            f"run_name={run_name} is a path; pass {where}--run_name {shell_quote(name)}"
+        )
     ours = lambda program: program["trainer"] == trainer  # noqa: E731
     file = trainer.rpartition(":")[0]
     run_dir = Path(log_dir) / run_name if run_name else newest_run(log_dir, ours, file)
