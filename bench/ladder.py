@@ -347,8 +347,8 @@ def main(argv):
         )
     asked, world = cases(args), World(args.device)
     gpu, cpu = gpu_name(world.device), world.device.type == "cpu"
-    done = {key_of(r) for r in read_records(args.out) if not r.get("error")}
-    todo = [case for case in asked if key_of(case.about(args, gpu)) not in done]
+    done = {(key_of(r), r.get("data")) for r in read_records(args.out) if not r.get("error")}
+    todo = [c for c in asked if (key_of(c.about(args, gpu)), args.data_name) not in done]
     print(f"{len(todo)} of {len(asked)} to measure on {gpu}, recorded in {args.out}")
     if cpu and not set(args.shapes) <= {"tiny", "masked-tiny"}:
         raise UserError(
