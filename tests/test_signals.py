@@ -50,7 +50,7 @@ def test_signal_saves_and_stops_the_run_after_its_step(tmp_path, start_training,
 
 # Short sleeps, because a signal that arrives just before a sleep begins is handled only after it.
 NEVER_ENDS = """def train_step(self):
-    print("now", flush=True)
+    print("in the step", flush=True)
     while True:
         time.sleep(0.01)
 
@@ -59,7 +59,7 @@ train_gpt2.Trainer.train_step = train_step"""
 
 def test_second_ctrl_c_quits_immediately(tmp_path, start_training):
     process = start_training(program=driver(tmp_path, NEVER_ENDS))
-    wait_for(lambda: "now" in process.stdout, process)
+    wait_for(lambda: "in the step" in process.stdout, process)
     process.signal(signal.SIGINT)
     wait_for(lambda: "finishing the current step" in process.stderr, process)
     process.signal(signal.SIGINT)
