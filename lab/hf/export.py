@@ -105,6 +105,18 @@ def export(
             f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB, from {source}; open it in a browser"
         )
         return
+    note = write_folder(model, exported, source, out, dtype, gguf, bool(push_to_hub))
+    print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
+    print(note.replace("{out}", str(out)))
+    if push_to_hub:
+        print(f"pushed to {push(out, push_to_hub)}; a new repository is private")
+
+
+def write_folder(
+    model: Any, exported: Any, source: str, out: Path, dtype: str, gguf: GgufType, card: bool
+) -> str:
+    """Write the export to the folder `out`, with a model card if `card`. Returns a note on how to use it,
+    in which {out} stands for the folder. Raises UserError if a weight is too large for `dtype`."""
     exported.to(getattr(torch, dtype))
     for name, p in exported.named_parameters():
         if not p.isfinite().all():
@@ -126,9 +138,9 @@ def export(
                 name = write_gguf(part, model, gguf, bool(is_tuned(source)))
                 note += f"\nin llama.cpp: llama-cli -m {{out}}/{name}; in Ollama: "
                 note += "ollama create NAME -f {out}/Modelfile"
-            if push_to_hub:
-                card = model_card(exported, model.config, source)
-                (part / "README.md").write_text(card, encoding="utf-8")
+            if card:
+                text = model_card(exported, model.config, source)
+                (part / "README.md").write_text(text, encoding="utf-8")
             files = sorted(part.iterdir())
             lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
             (part / CHECKSUM_FILE).write_text("".join(lines))
@@ -140,10 +152,7 @@ def export(
             part.rename(out)
         finally:
             remove(part)
-    print(f"{out}: {', '.join(sorted(p.name for p in out.iterdir()))}, from {source}")
-    print(note.replace("{out}", str(out)))
-    if push_to_hub:
-        print(f"pushed to {push(out, push_to_hub)}; a new repository is private")
+    return note
 
 
 def remove(part: Path) -> None:

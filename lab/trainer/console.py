@@ -5,6 +5,7 @@ import inspect
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,32 +115,8 @@ class Console:
             f"data   {cfg.data}{about}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
             f"validation; this run reads {tokens / loader.epoch_tokens():.2f} epochs"
         )
-        if not shards.manifest.get("complete", True):
-            self.print(
-                f"note: {shards.folder} is not complete, because its build was interrupted; run the same "
-                f"{command_for('fineweb.py')} command again for the rest"
-            )
-        for name in record.get("passed_over", ()):
-            self.print(
-                f"note: {trainer.run_dir / name} is damaged; resuming from step {trainer.step}"
-            )
-        kinds = dict(too_long="too long", no_answer="without an answer")
-        skipped = [f"{shards.manifest[k]} {kinds[k]}" for k in kinds if shards.manifest.get(k)]
-        if skipped:
-            self.print(f"note: conversations skipped: {', '.join(skipped)} (docs/DATA.md)")
-        if shards.ignored_tokens:
-            self.print(
-                f"note: {shards.folder} has {shards.ignored_tokens:,} more tokens than when this run "
-                "started; they are ignored, because they would change the order of the data; a new "
-                "run with --init_from uses all of them"
-            )
-        flops = trainer.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
-        minutes = flops / CPU_FLOPS / world.world_size / 60
-        if world.device.type == "cpu" and minutes > 1:
-            self.print(
-                f"note: without a GPU, one step of this model takes roughly {minutes:,.0f} minutes; "
-                "--preset laptop takes two minutes in total"
-            )
+        for note in self.notes(record):
+            self.print(f"note: {note}")
         small = sum(step_tokens(step) < cfg.total_batch_size for step in remaining)
         when = "next" if trainer.step else "first"
         few = "step" if small == 1 else f"{small} steps"
@@ -159,6 +136,35 @@ class Console:
             self.print(
                 f"loss   {begins}; a model that knows only how frequent each token is has "
                 f"{self.unigram:.3f} (unigram)"
+            )
+
+    def notes(self, record: dict) -> Iterator[str]:
+        """What a reader of the settings should know besides."""
+        trainer, cfg = self.trainer, self.cfg
+        world, shards = trainer.world, trainer.loader.shards
+        if not shards.manifest.get("complete", True):
+            yield (
+                f"{shards.folder} is not complete, because its build was interrupted; run the same "
+                f"{command_for('fineweb.py')} command again for the rest"
+            )
+        for name in record.get("passed_over", ()):
+            yield f"{trainer.run_dir / name} is damaged; resuming from step {trainer.step}"
+        kinds = dict(too_long="too long", no_answer="without an answer")
+        skipped = [f"{shards.manifest[k]} {kinds[k]}" for k in kinds if shards.manifest.get(k)]
+        if skipped:
+            yield f"conversations skipped: {', '.join(skipped)} (docs/DATA.md)"
+        if shards.ignored_tokens:
+            yield (
+                f"{shards.folder} has {shards.ignored_tokens:,} more tokens than when this run "
+                "started; they are ignored, because they would change the order of the data; a new "
+                "run with --init_from uses all of them"
+            )
+        flops = trainer.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
+        minutes = flops / CPU_FLOPS / world.world_size / 60
+        if world.device.type == "cpu" and minutes > 1:
+            yield (
+                f"without a GPU, one step of this model takes roughly {minutes:,.0f} minutes; "
+                "--preset laptop takes two minutes in total"
             )
 
     def event(self, kind: str, step: int, values: dict) -> None:
