@@ -1,5 +1,5 @@
-"""Train a GPT with today's methods: a loss of 3.57 nats after 43 s on one H200 (docs/LOG.md#speedrun-45),
-where GPT-2's recipe has 5.49 after a minute.
+"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, where GPT-2's recipe
+has 5.5 (docs/LOG.md#speedrun-h200); later, on another text, 3.57 after 43 s (docs/LOG.md#speedrun-45).
 
     python speedrun.py                                 # two minutes on a laptop
     python speedrun.py --preset speedrun --fp8 all     # a minute on an H200

@@ -309,8 +309,7 @@ def catches(process, number):
 def test_signal_to_one_rank_ends_validation_on_all(tmp_path, start_two):
     data = write_shards(tmp_path / "more", val=4_000_000)  # a minute
     two = start_two("--val_every", 5, "--val_tokens", 0, "--max_steps", 100, data=data)
-    begun = lambda: "guess" in two[0].stdout and catches(two[1], signal.SIGTERM)  # noqa: E731
-    wait_for(begun, two[0])
+    wait_for(lambda: "guess" in two[0].stdout and catches(two[1], signal.SIGTERM), two[0])
     two[1].signal(signal.SIGTERM)
     assert [process.wait(90) for process in two] == [75, 75], two[0].stderr
     events = read_run(tmp_path / "log" / "r").events
