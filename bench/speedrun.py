@@ -31,19 +31,16 @@ from lab.files import check_writable
 READABLE = """--no_smear --value_tables 0 --optimizer muon --momentum_warmup 0
     --weight_decay 0.01 --batch_warmup_steps 0"""
 RATES = "--muon_lr 0.02 --lr 0.003125 --embed_lr 0.3 --scalar_lr 0.01"  # usual for this size
-MARK = "--total_batch_size 131072 --val_tokens 1048576"
-GPU, LAPTOP = f"--preset speedrun {MARK} --beta2 0.95", "--preset laptop"
+MARK = "--total_batch_size 65536 --val_tokens 1048576 --fp8 all"
+GPU, LAPTOP = f"--preset speedrun {MARK}", "--preset laptop"
 OFF = {
     "rotary": "--no_rotary", "qk_norm": "--no_qk_norm", "relu2": "--mlp gelu",
     "untied": "--tied",
     "values": "--value_tables 0", "smear": "--no_smear",
     "normuon": "--optimizer muon", "momentum": "--momentum_warmup 0",
 }  # fmt: skip
-MORE = {  # additions, only measured on a GPU
-    "fp8_head": "--fp8 head", "fp8_all": "--fp8 all", "bigrams": "--bigram_rows 250000",
-}  # fmt: skip
 LESS = {  # differences that the laptop recipe does not have, or has with other values
-    "small_start": "--batch_warmup_steps 0", "decay": "--weight_decay 0",
+    "small_start": "--batch_warmup_steps 0", "decay": "--weight_decay 0", "rows": "--no_equilibrate_rows",
     "rates": "--embed_lr 0.003 --scalar_lr 0.003",
 }  # fmt: skip
 SMALL = {"values": "--value_tables 1", "smear": "--smear"}
@@ -51,11 +48,11 @@ RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK} --lr 1.2e-3 --min_lr 1.2e-4",
         "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.02 --lr 1.8e-3
-            --min_lr 0 --schedule wsd --warmup_steps 0.025 --decay_steps 0.625 --fp8 all""",
-        "readable": f"speedrun.py {GPU} {READABLE} {RATES}",
+            --min_lr 0 --schedule wsd --warmup_steps 0.025 --decay_steps 0.625""",
+        "readable": f"speedrun.py {GPU} {READABLE} {RATES} --no_equilibrate_rows --beta2 0.95",
         "speedrun": f"speedrun.py {GPU}",
         **{f"no_{name}": f"speedrun.py {GPU} {flags}" for name, flags in (OFF | LESS).items()},
-        **{f"+{name}": f"speedrun.py {GPU} {flags}" for name, flags in MORE.items()},
+        "+bigrams": f"speedrun.py {GPU} --bigram_rows 250000",
     },
     "laptop": {
         "gpt2": "train_gpt2.py --preset laptop --optimizer adamw --weight_decay 0.1 --schedule cosine",
