@@ -1,21 +1,21 @@
-"""Train a GPT with today's methods: a loss of 3.6 nats after a minute on one H200, where GPT-2's recipe
-has 5.5 (docs/LOG.md#speedrun-h200); later, on another text, 3.57 after 43 s (docs/LOG.md#speedrun-45).
+"""Train a GPT with today's methods: a loss of 3.48 nats after a minute on one H200, where GPT-2's recipe
+has 5.02 (docs/LOG.md#race-h200).
 
-    python speedrun.py                                 # two minutes on a laptop
-    python speedrun.py --preset speedrun --fp8 all     # a minute on an H200
+    python speedrun.py                                 # two minutes on two CPU cores
+    python speedrun.py --preset speedrun --fp8 all     # 43 s on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
     python speedrun.py --preset small-data --fp8 all --data data/mine
 
 Read train_gpt2.py first: its data loader, train_step, loop, logs and checkpoints are used here, and
 sections and shape letters are the same. This file has what changed in the seven years since GPT-2.
-"Saves 0.29 nats" means: at GPT-2 small's width and depth, the loss after the same 16.6M tokens (145 steps)
-was lower by that (docs/LOG.md#speedrun-parts).
+"Saves 0.29 nats" means: at GPT-2 small's width and depth, the loss after the same 16.6M tokens was
+lower by that (docs/LOG.md#speedrun-parts).
 
 The main changes. Rotary embedding: queries and keys are rotated by an angle that grows with their
-position, so that scores depend on distances only. QK-norm: queries and keys have the same length, which
+position, so that only distances affect scores. QK-norm: queries and keys have the same length, which
 bounds the scores. Value embeddings: attention also passes on which token each position has. Smear and
 bigrams: the previous token is known before attention. Muon: a step is equally large in all directions of
-a matrix. Without a flag: RMSNorm, no biases, a norm of the embedding, other initial weights.
+a matrix. Always on: RMSNorm, no biases, a norm of the embedding, other initial weights.
 """
 
 from dataclasses import dataclass, replace
@@ -103,7 +103,6 @@ class TrainConfig(train_gpt2.TrainConfig):
     muon_lr: float = 0.03  # peak learning rate of Muon; adamw divides it by sqrt(n_embd)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
-    # lengths are numbers of steps, or if below 1, fractions of max_steps
     warmup_steps: int | float = 0  # steps, or a fraction, of linear warmup; only 0 was tried
     decay_steps: int | float = 0.65  # steps, or a fraction, of decay at the end (wsd only)
     weight_decay: float = 0.0  # weight decay of the matrices in the blocks (0.1 saves 0.02 nats)
@@ -114,8 +113,8 @@ class TrainConfig(train_gpt2.TrainConfig):
     momentum: float = 0.95  # momentum of Muon
     equilibrate_rows: bool = False  # norm 1 for rows of Muon's momentum (290 steps: saves 0.007)
     momentum_warmup: int | float = 0.33  # rise of Muon's momentum from 0.85 (saves 0.03 nats)
-    batch_warmup_steps: int | float = 0  # first steps, with half the batch (0.25 saves 0.01 nats)
-    ema_steps: int | float = 0  # average as the final weights (seven epochs: saves 0.008)
+    batch_warmup_steps: int | float = 0  # first steps, with half the batch (saves 0.01 nats)
+    ema_steps: int | float = 0  # average the last steps' weights (seven epochs: saves 0.008)
 
     def validate(self, model_config):
         """Raise UserError for settings that cannot work."""
@@ -151,7 +150,7 @@ PRESETS = {
             hellaswag_every=0, sample_every=1000,
         ),
     ),
-    # two minutes on two laptop cores, on the bytes of Python's own documentation; without some parts that
+    # two minutes on two CPU cores, on the bytes of Python's own documentation; without some parts that
     # do not help there (docs/LOG.md#speedrun-laptop)
     "laptop": (
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1,
@@ -191,7 +190,7 @@ def rotation(position, config):
     """cos and sin of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt). A query at position t is rotated by t, a key at s by s
-    times the frequency, so that their score depends on t - s only."""
+    times the frequency, so that of positions only t - s matters."""
     D = config.n_embd // config.n_head
     frequency, factor = rope_frequencies(config, position.device)  # (D // 4,)
     frequency = F.pad(frequency, (0, D // 2 - D // 4))
@@ -339,7 +338,7 @@ class GPT(nn.Module):
         return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
 
     def flops_per_token(self, seq_len):
-        """See train_gpt2.GPT. Embeddings are only looked up, so they don't count."""
+        """FLOPs of training per token; embeddings are only looked up, so they don't count."""
         multiply = sum(p.numel() for p in self.block_matrices()) + self.lm_head.weight.numel()
         return 6 * multiply + 12 * self.config.n_layer * self.config.n_embd * seq_len
 
@@ -439,7 +438,7 @@ class Trainer(train_gpt2.Trainer):
         self.average = {name: p.detach().clone() for name, p in params}
 
     def step_tokens(self, step):
-        """A method, because lab/ calls it."""
+        """Number of tokens in a step; lab/ calls it."""
         return step_tokens(step, self.cfg)
 
     def train_step(self):
@@ -476,7 +475,7 @@ class Trainer(train_gpt2.Trainer):
 
 
 def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
-    """See train_gpt2.py. The first step is the smallest; a micro-batch that divides it divides all."""
+    """Build the trainer. The first step is the smallest; a micro-batch that divides it divides all."""
     first = replace(cfg, total_batch_size=step_tokens(0, cfg))
     trainer = train_gpt2.build_trainer(model_config, first, world, state, trainer_class)
     trainer.cfg = cfg

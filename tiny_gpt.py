@@ -59,7 +59,7 @@ class TinyGPT:
         scales = [(dot(row, row) / C + 1e-5) ** -0.5 for row in x]
         x = [[v * scale for v in row] for row, scale in zip(x, scales)]
 
-        def back(d):  # the norm removes a row's mean and scale, so their gradients are 0
+        def back(d):  # no gradient for a row's mean and scale: the norm removes them
             self.g[name] = add(self.g[name], [map(dot, zip(*d), zip(*x)), map(sum, zip(*d))])
             d = [[v * g * s for v, g in zip(row, gain)] for row, s in zip(d, scales)]
             return [[u - (sum(a) + v * dot(a, b)) / C for u, v in zip(a, b)] for a, b in zip(d, x)]
@@ -86,7 +86,9 @@ class TinyGPT:
             for h, (q, k, v, p) in enumerate(heads):
                 dy = [row[h * D : h * D + D] for row in d]
                 rows = [(a, b, dot(a, b)) for a, b in zip(p, matmul(dy, zip(*v)))]
-                ds = [[w * (u - m) / D**0.5 for w, u in zip(a, b)] for a, b, m in rows]  # softmax
+                ds = [
+                    [w * (u - m) / D**0.5 for w, u in zip(a, b)] for a, b, m in rows
+                ]  # of softmax
                 grads.append((matmul(ds, k), matmul(zip(*ds), q), matmul(zip(*p), dy)))
             return [sum(rows, []) for rows in zip(*(g for kind in zip(*grads) for g in kind))]
 
@@ -105,7 +107,7 @@ class TinyGPT:
                 x = add(x, y)  # the residual stream
                 backs.append((back_1, back_2, back_3, back_4))
         x, back_f = self.layer_norm(x, "ln_f")
-        p = [softmax(row) for row in matmul(x, zip(*self.w["wte"]))]  # the same weights again
+        p = [softmax(row) for row in matmul(x, zip(*self.w["wte"]))]  # the embedding again
 
         def back(targets):  # loss: mean of -ln p(target)
             d = [[(v - (i == y)) / len(p) for i, v in enumerate(row)] for row, y in zip(p, targets)]

@@ -151,7 +151,7 @@ PRESETS = {
     "sft": (
         GPTConfig(), TrainConfig(**settings.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)
     ),
-    "laptop": (  # two minutes on two laptop cores, on the bytes of Python's own documentation
+    "laptop": (  # two minutes on two CPU cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
             **settings.LAPTOP, total_batch_size=4096, seq_len=128, max_steps=1000, optimizer="muon",
@@ -172,7 +172,7 @@ def manual_attention(q, k, v, mask):
     scores = q @ k.transpose(-2, -1) * q.size(-1) ** -0.5  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))  # exp(-inf) = 0: no weight
-    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # CUDA's autocast returns float32
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v  # under CUDA's autocast, softmax is float32
 
 
 class CausalSelfAttention(nn.Module):  # names of weights are OpenAI's; c_ is short for their Conv1D
@@ -330,7 +330,7 @@ class GPT(nn.Module):
         for token, _ in generate(self, idx, max_new_tokens, **gen_kwargs):
             yield token
 
-    # The rest is what lab/ and Muon ask of a model.
+    # The interface for lab/ and Muon
 
     @classmethod
     def from_pretrained(cls, source):
@@ -562,8 +562,8 @@ def train(trainer, callbacks, log, stop):
             last = trainer.step == cfg.max_steps
             due = [callback for callback in callbacks if callback.should_run(trainer.step, last)]
             # Raises RunError if a loss, a gradient or a weight is not finite, so that such weights are
-            # never saved; raises GracefulStop on all processes if one of them received a signal. The GPU
-            # may still be computing the latest update: its loss is checked here only before callbacks.
+            # never saved; raises GracefulStop on all processes if one of them received a signal. The
+            # latest update, which may still be running, is checked only if a callback is due.
             health.check(stop, log, include_latest=bool(due) or last)
             with throughput.paused(due):  # the time of callbacks does not count
                 for callback in due:
@@ -582,7 +582,7 @@ def train(trainer, callbacks, log, stop):
     except GracefulStop as signal:  # raised by check() or by a callback: save and stop
         stopped = str(signal)
         health.check(stop, log, include_latest=True, raise_on_stop=False)
-        log.event("checkpoint", trainer.step, trainer.save())  # logs the one before
+        log.event("checkpoint", trainer.step, trainer.save())  # logs the previous save
     log.event("checkpoint", trainer.step, trainer.checkpointer.finish())  # waits for the last one
     log.event("end", trainer.step, {"reason": stopped or "done"})
     return stopped

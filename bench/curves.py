@@ -41,7 +41,7 @@ def six_minutes(runs, out_path, dark):
         curves[name] = training_seconds(log, at[1:]), losses[1:]  # after the first 100 steps
     (fast, slow), (low, high) = zip(*((t[-1], losses[-1]) for t, losses in curves.values()))
     title = f"Six minutes on one H200: {low:.2f} nats a token with today's recipe, "
-    note = "124M shape, two passes over 111M tokens of books and textbooks, NVIDIA H200, 2026-11-23"
+    note = "124M shape, two epochs of 111M tokens of books and textbooks, NVIDIA H200, 2026-11-23"
     figure, ax = blank(4.6, f"{title}{high:.2f} with GPT-2's", note)
     for name, (seconds, losses) in curves.items():
         color = color_of(names[name][1], dark)
@@ -73,13 +73,13 @@ def passes(runs, out_path, dark):
         read = np.interp(steps, *column(log, "train", "tokens")) / log["start"][0]["train_tokens"]
         curves[name] = read[1:], losses[1:]  # after the first 250 steps
     low, high = (curves[name][1][-1] for name in ("_no_table", "_gpt2"))
-    title = f"Four passes: {low:.2f} nats without a value table, "
+    title = f"Four epochs: {low:.2f} nats without a value table, "
     figure, ax = blank(4.6, f"{title}{high:.2f} with GPT-2's recipe", note)
     for (name, (read, losses)), dy in zip(curves.items(), (0, 13, 3, -7)):
         color = color_of("blue" if name in ("", "_no_table") else "orange", dark)
         ax.plot(read, losses, "o--" if name == "_no_table" else "o-", color=color, markersize=3)
         write(ax, f"{names[name]} {losses[-1]:.2f}", read[-1], losses[-1], 6, dy, color=color)
-    ax.set(xlabel="passes over the text", ylabel="validation loss (nats per token)")
+    ax.set(xlabel="epochs", ylabel="validation loss (nats per token)")
     ax.set(xlim=(0, 5.4), xticks=range(5), ylim=(3.2, 4.5))
     figure.savefig(out_path)
 
@@ -179,47 +179,6 @@ def grammar(runs, out_path, dark):
         write(ax, f"{label} {scores[-1]:.0%}", tokens[-1], 100 * scores[-1], 6, dy, color=color)
     ax.set(xlabel="tokens read, in millions", ylabel="pairs judged right (%)")
     ax.set(xlim=(0, 990), ylim=(45, 100))
-    figure.savefig(out_path)
-
-
-RECIPES = {  # {recipe: (steps of its runs, its name in figures)}
-    "gpt2": (270, "GPT-2's recipe"),
-    "muon": (290, "train_gpt2.py, Muon"),
-    "readable": (240, "readable recipe"),
-    "speedrun": (390, "speedrun.py --fp8 head"),
-}
-
-
-def recipes_on_one_gpu(runs):
-    """{recipe: the record of its run on one H200, whose "curve" has (seconds, step, validation loss)}. Of
-    several seeds, the one with the median loss."""
-    rows = {}
-    for recipe, (steps, _) in RECIPES.items():
-        seeds = records(runs, "speedrun_h200", "curve", recipe=recipe, run_steps=steps, gpus=1)
-        rows[recipe] = sorted(seeds, key=lambda r: r["curve"][-1][2])[len(seeds) // 2]
-    return rows
-
-
-@made_by("python bench/speedrun.py --data DATA --steps 390 --more='--fp8 head'")
-def speedrun(runs, out_path, dark):
-    """Validation loss against seconds of training; speedrun.py is blue, others are orange. Of several
-    seeds, the one with the median loss is drawn."""
-    rows = recipes_on_one_gpu(runs)
-    seconds, _, losses = zip(*rows["speedrun"]["curve"])
-    goal = np.interp(-3.6, -np.array(losses), seconds)  # np.interp needs increasing values
-    title = f"On one H200 speedrun.py is at 3.60 nats a token after {goal:.0f} s"
-    note = "124M, speedrun.py 201M; books and textbooks; " + where_and_when(rows.values())
-    figure, ax = blank(5.4, title, note)
-    for recipe, row in rows.items():
-        seconds, _, losses = zip(*row["curve"][1:])  # the first is before training
-        color = color_of("blue" if recipe == "speedrun" else "orange", dark)
-        ax.plot(seconds, losses, "o-", color=color, markersize=3)
-        write(
-            ax, f"{RECIPES[recipe][1]} {losses[-1]:.2f}", seconds[-1], losses[-1], dx=6, color=color
-        )
-    ax.set(xlabel="seconds of training, compiling left out")
-    ax.set(ylabel="validation loss (nats per token)", ylim=(3.4, 7.1), xlim=(0, 112))
-    ax.set(xticks=range(0, 90, 10))
     figure.savefig(out_path)
 
 

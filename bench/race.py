@@ -17,7 +17,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from curves import RECIPES, recipes_on_one_gpu
 from drawing import blank, records, training_seconds, where_and_when, write
 from records import ROOT, RUNS
 
@@ -28,7 +27,14 @@ from lab.templates import load_template
 from lab.tools.plot_style import color_of, style
 from lab.tools.read_log import column, read_log
 
+RECIPES = {  # {recipe of bench/speedrun.py: its name and color}
+    "gpt2": ("GPT-2's recipe", "orange"),
+    "muon": ("train_gpt2.py, Muon", "pink"),
+    "readable": ("readable recipe", "green"),
+    "speedrun": ("speedrun.py", "blue"),
+}
 FILM, ROUNDS = 14, 3  # seconds of one round of the animation, and rounds before it stops
+TOP = 7  # largest loss in the figure
 HOLD = 0.3  # fraction of a round, at its end, that shows the final state
 
 
@@ -59,23 +65,24 @@ class Race:
 
 
 def one_minute(runs):
-    """Four recipes on one H200, for a minute or a little more."""
-    rows, runners = recipes_on_one_gpu(runs), []
-    colors = "orange", "pink", "green", "blue"
-    for (recipe, row), shade in zip(rows.items(), colors):
+    """Four recipes on one H200, for about a minute; the first seed that was measured."""
+    rows, runners = [], []
+    for recipe, looks in RECIPES.items():
+        row = records(runs, "race_h200", "curve", recipe=recipe)[0]
         seconds, steps, losses = zip(*row["curve"])
         # the first steps may have half as many tokens
-        full, half = 131072, 131072 // 2
+        full, half = 65536, 65536 // 2
         halved = (full * row["run_steps"] - row["tokens"]) // half
         tokens = [full * step - half * min(step, halved) for step in steps]
         assert tokens[-1] == row["tokens"]
-        runners.append(Runner(RECIPES[recipe][1], shade, list(seconds), tokens, list(losses)))
+        rows.append(row)
+        runners.append(Runner(*looks, list(seconds), tokens, list(losses)))
     first, last = runners[0], runners[-1]
     met = np.interp(-first.losses[-1], -np.array(last.losses), last.seconds)
     title = (
         f"After {met:.0f} s, speedrun.py is where GPT-2's recipe is after {first.seconds[-1]:.0f} s"
     )
-    note = f"124M, speedrun.py 201M; books and textbooks; {where_and_when(rows.values())}"
+    note = f"124M, speedrun.py 201M; books and textbooks; {where_and_when(rows)}"
     return Race(title, note, runners)
 
 
@@ -98,7 +105,7 @@ def six_minutes(runs):
     title = (
         f"Six minutes on one H200: {fast.losses[-1]:.2f} and {slow.losses[-1]:.2f} nats per token"
     )
-    note = "124M, speedrun.py 201M; two passes over 111M tokens of books and textbooks; 2026-11-23"
+    note = "124M, speedrun.py 201M; two epochs of 111M tokens of books and textbooks; 2026-11-23"
     return Race(title, note, [slow, fast])
 
 
@@ -108,14 +115,14 @@ def four_passes(runs):
         "both_4_passes_readable": ("readable recipe", "green"),
         "both_4_passes": ("speedrun.py", "blue"),
         "both_4_passes_no_table": ("speedrun.py, no value table", "red"),
-        "small_data_ema_1": ("small-data, seven passes", "pink"),
+        "small_data_ema_1": ("small-data, seven epochs", "pink"),
     }
     runners = []
     for file, looks in names.items():
         gpus = records(runs, file, "world_size")[0]["world_size"]
         runners.append(from_log(runs, file, *looks, gpus))
     low, high = runners[3].losses[-1], runners[0].losses[-1]
-    title = f"Four passes: {low:.2f} nats per token without a value table, {high:.2f} with GPT-2's recipe"
+    title = f"Four epochs: {low:.2f} nats per token without a value table, {high:.2f} with GPT-2's recipe"
     note = (
         "124M, 111M tokens of books and textbooks, on one to four H100s or H200s, whose speeds differ: "
         "compare by tokens; 2026-11-25 to 27"
@@ -150,26 +157,21 @@ def figure(race, dark):
         drawn.set_dpi(72)  # of SVG: its units are points
         end = max(runner.seconds[-1] for runner in race.runners)
         ax.set(
-            xlabel="seconds of training, compiling left out", xlim=(0, 1.36 * end), ylim=(3.2, 8.2)
+            xlabel="seconds of training, compiling left out", xlim=(0, 1.36 * end), ylim=(3.3, TOP)
         )
         ax.set(ylabel="validation loss (nats per token)", xticks=range(0, math.ceil(end), 10))
         lines = []
         for i, runner in enumerate(race.runners):
             shade, losses = color_of(runner.color, dark), runner.losses
-            x, y = runner.seconds, [min(loss, 8.2) for loss in losses]
+            enters = np.interp(-TOP, -np.array(losses), runner.seconds)  # needs increasing values
+            seen = [(s, loss) for s, loss in zip(runner.seconds, losses) if loss < TOP]
+            x, y = zip((enters, TOP), *seen)
             ax.plot(x, y, color=shade, gid=f"line{i}", solid_capstyle="butt")
             ax.plot(x[-1], y[-1], "o", color=shade, markersize=6, gid=f"dot{i}")
-            write(ax, runner.name, x[-1], y[-1], dx=8, color=shade, gid=f"name{i}")
-            write(
-                ax,
-                f"{losses[-1]:.2f}",
-                end * 1.36,
-                y[-1],
-                dx=-6,
-                ha="right",
-                color=shade,
-                gid=f"end{i}",
-            )
+            dy = 4 if runner.color == "green" else -4 if runner.color == "blue" else 0
+            write(ax, runner.name, x[-1], y[-1], dx=8, dy=dy, color=shade, gid=f"name{i}")
+            right = dict(ha="right", color=shade, gid=f"end{i}")
+            write(ax, f"{losses[-1]:.2f}", end * 1.36, y[-1], dx=-6, dy=dy, **right)
             lines.append((x, y))
         drawn.draw_without_rendering()  # computes the layout
         # at first the names are in one place, on top of each other
