@@ -59,7 +59,7 @@ class TinyGPT:
         scales = [(dot(row, row) / C + 1e-5) ** -0.5 for row in x]
         x = [[v * scale for v in row] for row, scale in zip(x, scales)]
 
-        def back(d):  # no gradient for a row's mean and scale: the norm removes them
+        def back(d):  # no gradient along a row's mean and scale
             self.g[name] = add(self.g[name], [map(dot, zip(*d), zip(*x)), map(sum, zip(*d))])
             d = [[v * g * s for v, g in zip(row, gain)] for row, s in zip(d, scales)]
             return [[u - (sum(a) + v * dot(a, b)) / C for u, v in zip(a, b)] for a, b in zip(d, x)]
@@ -86,9 +86,7 @@ class TinyGPT:
             for h, (q, k, v, p) in enumerate(heads):
                 dy = [row[h * D : h * D + D] for row in d]
                 rows = [(a, b, dot(a, b)) for a, b in zip(p, matmul(dy, zip(*v)))]
-                ds = [
-                    [w * (u - m) / D**0.5 for w, u in zip(a, b)] for a, b, m in rows
-                ]  # of softmax
+                ds = [[w * (u - m) / D**0.5 for w, u in zip(a, b)] for a, b, m in rows]  # softmax
                 grads.append((matmul(ds, k), matmul(zip(*ds), q), matmul(zip(*p), dy)))
             return [sum(rows, []) for rows in zip(*(g for kind in zip(*grads) for g in kind))]
 
