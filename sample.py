@@ -13,6 +13,7 @@ and is printed as it is generated, on a terminal with the prompt in bold; everyt
 
 import contextlib
 import math
+import os
 import re
 import sys
 import time
@@ -29,6 +30,7 @@ from lab.cli import (
     pre_import_setup,
     require,
     run_main,
+    shell_quote,
 )
 
 if __name__ == "__main__":
@@ -115,10 +117,26 @@ def check(cfg: Config) -> None:
         not cfg.chat or not (cfg.prompt or cfg.html),
         "--chat reads messages from stdin and writes no page; leave out the prompt and --html",
     )
+    name = " ".join(cfg.prompt)
+    require(
+        cfg.model or not is_model(name),
+        f"prompt={name} is a run or a checkpoint; pass it as --model {shell_quote(name)}, or pass another "
+        "--model to continue these words",
+    )
     if cfg.html:
         # the suffix is required, so that a mistyped path does not overwrite a checkpoint
         require(cfg.html.endswith(".html"), f"html={cfg.html} must end in .html")
         check_writable(cfg.html, "html")
+
+
+def is_model(name: str) -> bool:
+    """Whether this names a checkpoint, or a run or Hugging Face folder, which have a config.json."""
+    # os.path, because Path.exists raises OSError for a long text
+    if name.endswith(".pt"):
+        return os.path.isfile(name)
+    return bool(name) and any(
+        os.path.exists(os.path.join(folder, "config.json")) for folder in (name, f"log/{name}")
+    )
 
 
 def sampling_kwargs(model: Any, cfg: Config, seed: int, cache: KVCache | None) -> dict[str, Any]:

@@ -387,6 +387,17 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     assert re.findall(r"seed (\d+)", err) == ["3", "4"]
 
 
+def test_a_model_in_the_place_of_the_prompt_is_an_error(runs, capfd):
+    """`sample.py log/old` would continue these words with another model."""
+    (Path("log/old") / "config.json").write_text("{}")
+    for name in ("log/old", "old", "log/old/", "log/old/model_000010.pt"):
+        with pytest.raises(UserError, match=f"prompt={name} is a run or a .* as --model {name},"):
+            sample.main([name])
+    assert call(capfd, "old", "--model", "old", "--max_new_tokens", 2)[0] == "oldzz\n"
+    for text in ("olds", "log", ".", "a.pt", "a\nb " * 999):
+        assert not sample.is_model(text)
+
+
 def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):
     """As in `sample.py ... | head`."""
     os.mkfifo(pipe := tmp_path / "pipe")
