@@ -1,7 +1,6 @@
 """Console output of a run: the settings at the start, a line per log record, the summary."""
 
 import contextlib
-import inspect
 import math
 import sys
 import time
@@ -23,6 +22,7 @@ from lab.cli import (
     wrap,
 )
 from lab.data.tokenizers import END_OF_TEXT, printable
+from lab.program import program_file
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -292,15 +292,12 @@ def summary(trainer, stopped: str) -> None:
     trainer.world.print0("\n".join(lines))
 
 
-def program_file(trainer) -> str:
-    return Path(inspect.getfile(type(trainer))).name
-
-
 def resume_command(trainer) -> str:
     """The command that continues the run."""
     folder, name = trainer.run_dir.parent, shell_quote(trainer.run_dir.name)
     log_dir = "" if str(folder) == "log" else f"--log_dir {shell_quote(folder)} "
-    return f"{command_for(program_file(trainer))} --resume {log_dir}--run_name {name}"
+    command = command_for(Path(program_file(type(trainer))).name)
+    return f"{command} --resume {log_dir}--run_name {name}"
 
 
 def next_commands(trainer, model: str) -> dict[str, str]:
@@ -315,9 +312,10 @@ def next_commands(trainer, model: str) -> dict[str, str]:
         if trainer.cfg.preset == "sft":
             commands = {"chat with it": f"{sample} --chat --model {model}"}
         commands["try it in a browser"] = f"{command_for('lab serve')} {model}"
+        gpt2 = Path(program_file(type(trainer))).name == "train_gpt2.py"
         small = trainer.raw_model.num_params() <= 15e6
         own_tokenizer = trainer.raw_model.config.tokenizer.endswith(".json")
-        if program_file(trainer) == "train_gpt2.py" and small and not own_tokenizer:
+        if gpt2 and small and not own_tokenizer:
             export = f"{command_for('lab export')} {run} --html my-model.html"
             commands["export it as a web page"] = export
     commands["see curves and samples"] = f"{report} {run}"
