@@ -400,17 +400,9 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
-    eot = [engine.tokenizer.eot]
-    seen = engine.thread.submit(
-        inspect_prediction, engine.model, engine.tokenizer, eot, None, None
-    ).result()
-    about = dict(
-        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
-        facts=model_facts(engine, val_loss, data, step), untuned=untuned, questions=list(questions),
-        vocab_size=engine.tokenizer.vocab_size, bytes=engine.tokenizer.name == "bytes",
-        layers=seen["layers"], heads=seen["heads"],
-        temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
-    )  # fmt: skip
+    about = page_values(engine, name) | dict(
+        facts=model_facts(engine, val_loss, data, step), untuned=untuned, questions=list(questions)
+    )
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
@@ -456,6 +448,20 @@ def create_app(
         return await OpenAIAnswer(engine, name, body, kind, to_chat_choice).respond(request)
 
     return app
+
+
+def page_values(engine: Any, name: str) -> dict[str, Any]:
+    """The values that the page's script needs, besides texts."""
+    model, tokenizer = engine.model, engine.tokenizer
+    seen = engine.thread.submit(
+        inspect_prediction, model, tokenizer, [tokenizer.eot], None, None
+    ).result()
+    return dict(
+        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
+        vocab_size=tokenizer.vocab_size, bytes=tokenizer.name == "bytes",
+        layers=seen["layers"], heads=seen["heads"],
+        temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
+    )  # fmt: skip
 
 
 def model_facts(
