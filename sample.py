@@ -256,6 +256,40 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
         messages.append({"role": "assistant", "content": answer})
 
 
+def completion_loop(
+    model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache, source: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Complete each prompt, and print the speed. source: the model's name on the page of --html."""
+    page_texts = []
+    for prompt in read_prompts(cfg):
+        t0 = time.perf_counter()
+        try:
+            texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
+        except (KeyboardInterrupt, UserError) as error:
+            if cfg.prompt or not sys.stdin.isatty():
+                raise
+            eprint(str(error) or " [stopped]")  # and ask for another prompt
+            continue
+        print_text("\n")
+        for text in texts[1:]:
+            print_text("---\n")
+            print_text(prompt, is_prompt=True)
+            print_text(f"{text.text}\n")
+        seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
+        speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
+        shown_seed = f", seed {seed}" if cfg.temperature else ""
+        eprint(f"[{speed}{shown_seed}]")
+        seed += 1
+        if cfg.html:
+            page_texts += [(printable(prompt), tokens) for tokens in records]
+            page = load_template("token_logprobs.html.j2")
+            html = page.render(title=f"Samples of {source}", texts=page_texts)
+            atomic_write(cfg.html, html.encode(errors="replace"))
+    if page_texts:
+        eprint(f"wrote {cfg.html}")
+
+
 def print_status(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
@@ -283,38 +317,7 @@ def run(cfg: Config) -> None:
         if warning := chat_warning(source):
             eprint(printable(f"[{warning}]"))
         return chat_loop(model, tokenizer, cfg, seed, cache)
-    page_texts = []
-    for prompt in read_prompts(cfg):
-        t0 = time.perf_counter()
-        try:
-            texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
-        except KeyboardInterrupt:
-            if cfg.prompt or not sys.stdin.isatty():
-                raise
-            eprint(" [stopped]")  # ask for another prompt
-            continue
-        except UserError as error:
-            if cfg.prompt or not sys.stdin.isatty():
-                raise
-            eprint(str(error))  # ask for another prompt
-            continue
-        print_text("\n")
-        for text in texts[1:]:
-            print_text("---\n")
-            print_text(prompt, is_prompt=True)
-            print_text(f"{text.text}\n")
-        seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
-        speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
-        shown_seed = f", seed {seed}" if cfg.temperature else ""
-        eprint(f"[{speed}{shown_seed}]")
-        seed += 1
-        if cfg.html:
-            page_texts += [(printable(prompt), tokens) for tokens in records]
-            page = load_template("token_logprobs.html.j2")
-            html = page.render(title=f"Samples of {source}", texts=page_texts)
-            atomic_write(cfg.html, html.encode(errors="replace"))
-    if page_texts:
-        eprint(f"wrote {cfg.html}")
+    completion_loop(model, tokenizer, cfg, seed, cache, source, device)
 
 
 def main(argv: list[str]) -> None:
