@@ -21,6 +21,7 @@ from lab.cli import (
     terminal_width,
     wrap,
 )
+from lab.data.loader import grad_accum_steps, step_text
 from lab.data.tokenizers import END_OF_TEXT, printable
 from lab.program import program_file
 from lab.tools.read_log import read_log
@@ -78,7 +79,8 @@ class Console:
         record = dict(
             device=torch.cuda.get_device_name(world.device) if cuda else world.device.type,
             world_size=world.world_size, precision=trainer.precision.name,
-            batch_size=loader.batch_size, grad_accum_steps=self.micro_steps(),
+            batch_size=loader.batch_size,
+            grad_accum_steps=grad_accum_steps(self.cfg, loader.batch_size, world.world_size),
             num_params=trainer.raw_model.num_params(), tokens=loader.position,
             train_tokens=len(loader.shards), val_tokens=len(validation.shards) if validation else 0,
             log_v=self.uniform, unigram=self.unigram, torch=torch.__version__,
@@ -86,11 +88,6 @@ class Console:
         damaged = trainer.run_dir.glob("model_*[0-9].damaged")
         damaged = [path.name for path in damaged if step_of(path) > trainer.step]
         return record | ({"passed_over": damaged} if damaged else {})
-
-    def micro_steps(self) -> int:
-        """Micro-steps of a full-size step."""
-        loader, world_size = self.trainer.loader, self.trainer.world.world_size
-        return self.cfg.total_batch_size // (loader.batch_size * self.cfg.seq_len * world_size)
 
     def print_settings(self, reason: str, record: dict) -> None:
         """Print the settings, so that a reader can check the arithmetic."""
@@ -121,10 +118,8 @@ class Console:
         when = "next" if trainer.step else "first"
         few = "step" if small == 1 else f"{small} steps"
         half = f"; half as many in the {when} {few}" if small else ""
-        factors = [counted(loader.batch_size, "sequence"), counted(cfg.seq_len, "token")]
-        more = (world.world_size, "processes"), (self.micro_steps(), "micro-steps")
-        factors += [f"{count} {what}" for count, what in more if count > 1]
-        self.print(f"step   {cfg.total_batch_size:,} tokens = {' x '.join(factors)}{half}")
+        text = step_text(cfg, loader.batch_size, world.world_size, "processes")
+        self.print(f"step   {text}{half}")
         cuda = world.device.type == "cuda"
         threads = "" if cuda else f", {counted(torch.get_num_threads(), 'thread')}"
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
