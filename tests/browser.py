@@ -58,7 +58,7 @@ def axe_findings(page):
 def chat_server(tmp_path_factory):
     """lab serve with a small random model."""
     pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
-    from test_sample import noisy_gpt  # here, because it imports conftest.py
+    from models import noisy_gpt  # here, because it imports conftest.py
 
     server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=256)))
     yield server

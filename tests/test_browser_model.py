@@ -6,8 +6,8 @@ tests/browser.py says how to run these tests; test_html_export.py compares its n
 import pytest
 import torch
 from browser import EVIL, LAPTOP, ModelPage
+from models import saved
 from test_html_export import bytes_gpt, rounded
-from test_weights import saved
 
 from lab.hf.export import export
 from lab.registry import load_model

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 from browser import LAPTOP, ModelPage
-from conftest import ROOT, add_noise, fail, succeed
-from test_weights import saved, tiny_gpt
+from conftest import ROOT, fail, succeed
+from models import noisy_gpt, saved, tiny_gpt
 
 from lab.cli import UserError
 from lab.data.tokenizers import get_tokenizer
@@ -18,16 +18,13 @@ from lab.hf.export import export
 from lab.hf.export import main as export_command
 from lab.inference.generate import generate
 from lab.registry import load_model
-from train_gpt2 import GPT, GPTConfig
 
 PROMPTS = "The ", "class Parser(object", "Größe: 1 €, "
 
 
 def bytes_gpt(**changes):
     """A model with random weights and a context that is full after a few tokens."""
-    torch.manual_seed(3)
-    shape = dict(n_layer=3, n_head=4, n_embd=32, block_size=24, vocab_size=257) | changes
-    return add_noise(GPT(GPTConfig(**shape)))
+    return noisy_gpt(**dict(n_layer=3, n_head=4, block_size=24) | changes)
 
 
 def rounded(model):

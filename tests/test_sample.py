@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, VOCAB, Process, add_noise, run_python
-from test_weights import saved, tiny_gpt
+from models import always, noisy_gpt, saved
 
 import sample
 import speedrun
@@ -29,25 +29,11 @@ from sample import Config, complete
 from train_gpt2 import GPT, GPTConfig
 
 
-def noisy_gpt(**changes):
-    return tiny_gpt(**dict(vocab_size=VOCAB, vocab_multiple=128, n_head=2) | changes)
-
-
 def often_ending():
     """A model that often samples end-of-text."""
     model = noisy_gpt()
     with torch.no_grad():
         model.transformer.ln_f.bias.copy_(3 * model.transformer.wte.weight[256])
-    return model
-
-
-def always(token, **changes):
-    """A model that gives one token almost all the probability, for any context."""
-    model = noisy_gpt(**changes)
-    with torch.no_grad():
-        wte = model.transformer.wte.weight
-        model.transformer.ln_f.weight.zero_()
-        model.transformer.ln_f.bias.copy_(1000 * wte[token] / wte[token].norm())
     return model
 
 
