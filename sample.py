@@ -13,6 +13,7 @@ and is printed as it is generated, on a terminal with the prompt in bold; everyt
 
 import contextlib
 import math
+import os
 import re
 import sys
 import time
@@ -29,6 +30,7 @@ from lab.cli import (
     pre_import_setup,
     require,
     run_main,
+    shell_quote,
 )
 
 if __name__ == "__main__":
@@ -115,10 +117,26 @@ def check(cfg: Config) -> None:
         not cfg.chat or not (cfg.prompt or cfg.html),
         "--chat reads messages from stdin and writes no page; leave out the prompt and --html",
     )
+    name = " ".join(cfg.prompt)
+    require(
+        cfg.model or not is_model(name),
+        f"prompt={name} is a run or a checkpoint; pass it as --model {shell_quote(name)}, or pass another "
+        "--model to continue these words",
+    )
     if cfg.html:
         # the suffix is required, so that a mistyped path does not overwrite a checkpoint
         require(cfg.html.endswith(".html"), f"html={cfg.html} must end in .html")
         check_writable(cfg.html, "html")
+
+
+def is_model(name: str) -> bool:
+    """Whether this names a checkpoint, or a run or Hugging Face folder, which have a config.json."""
+    # os.path, because Path.exists raises OSError for a long text
+    if name.endswith(".pt"):
+        return os.path.isfile(name)
+    return bool(name) and any(
+        os.path.exists(os.path.join(folder, "config.json")) for folder in (name, f"log/{name}")
+    )
 
 
 def sampling_kwargs(model: Any, cfg: Config, seed: int, cache: KVCache | None) -> dict[str, Any]:
@@ -238,6 +256,40 @@ def chat_loop(model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: K
         messages.append({"role": "assistant", "content": answer})
 
 
+def completion_loop(
+    model: Any, tokenizer: Tokenizer, cfg: Config, seed: int, cache: KVCache, source: str,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Complete each prompt, and print the speed. source: the model's name on the page of --html."""
+    page_texts = []
+    for prompt in read_prompts(cfg):
+        t0 = time.perf_counter()
+        try:
+            texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
+        except (KeyboardInterrupt, UserError) as error:
+            if cfg.prompt or not sys.stdin.isatty():
+                raise
+            eprint(str(error) or " [stopped]")  # and ask for another prompt
+            continue
+        print_text("\n")
+        for text in texts[1:]:
+            print_text("---\n")
+            print_text(prompt, is_prompt=True)
+            print_text(f"{text.text}\n")
+        seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
+        speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
+        shown_seed = f", seed {seed}" if cfg.temperature else ""
+        eprint(f"[{speed}{shown_seed}]")
+        seed += 1
+        if cfg.html:
+            page_texts += [(printable(prompt), tokens) for tokens in records]
+            page = load_template("token_logprobs.html.j2")
+            html = page.render(title=f"Samples of {source}", texts=page_texts)
+            atomic_write(cfg.html, html.encode(errors="replace"))
+    if page_texts:
+        eprint(f"wrote {cfg.html}")
+
+
 def print_status(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
@@ -265,38 +317,7 @@ def run(cfg: Config) -> None:
         if warning := chat_warning(source):
             eprint(printable(f"[{warning}]"))
         return chat_loop(model, tokenizer, cfg, seed, cache)
-    page_texts = []
-    for prompt in read_prompts(cfg):
-        t0 = time.perf_counter()
-        try:
-            texts, records = complete(model, tokenizer, prompt, cfg, seed, print_text, cache)
-        except KeyboardInterrupt:
-            if cfg.prompt or not sys.stdin.isatty():
-                raise
-            eprint(" [stopped]")  # ask for another prompt
-            continue
-        except UserError as error:
-            if cfg.prompt or not sys.stdin.isatty():
-                raise
-            eprint(str(error))  # ask for another prompt
-            continue
-        print_text("\n")
-        for text in texts[1:]:
-            print_text("---\n")
-            print_text(prompt, is_prompt=True)
-            print_text(f"{text.text}\n")
-        seconds, count = time.perf_counter() - t0, sum(text.count for text in texts)
-        speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tok/s on {device}"
-        shown_seed = f", seed {seed}" if cfg.temperature else ""
-        eprint(f"[{speed}{shown_seed}]")
-        seed += 1
-        if cfg.html:
-            page_texts += [(printable(prompt), tokens) for tokens in records]
-            page = load_template("token_logprobs.html.j2")
-            html = page.render(title=f"Samples of {source}", texts=page_texts)
-            atomic_write(cfg.html, html.encode(errors="replace"))
-    if page_texts:
-        eprint(f"wrote {cfg.html}")
+    completion_loop(model, tokenizer, cfg, seed, cache, source, device)
 
 
 def main(argv: list[str]) -> None:

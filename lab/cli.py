@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -256,6 +256,12 @@ def progress(
 def counted(count: int, noun: str) -> str:
     """A number with its noun: 1 layer, 2 layers."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` names and how many more there are: a, b, c and 4 more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shell_quote(text: str | Path) -> str:

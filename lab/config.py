@@ -27,7 +27,7 @@ from lab.data.sources import File
 from lab.data.tokenizers import printable
 from lab.files import check_keys, read_errors
 from lab.hardware import check_mps_sums
-from lab.program import class_path
+from lab.program import class_path, program_file
 from lab.registry import (
     check_program,
     check_same_model,
@@ -467,7 +467,7 @@ def resolve_on_rank0(
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))
     if cfg.init_from and not cfg.resume:
         check_same_vocabulary(cfg.init_from, cfg.data)
-    file = Path(class_path(trainer_class).rpartition(":")[0]).stem
+    file = Path(program_file(trainer_class)).stem
     prefix = "" if file == "train_gpt2" else f"{file}_"
     name = cfg.run_name or f"{prefix}{cfg.preset}_{time.strftime('%Y%m%d-%H%M%S')}"
     return model_config, dataclasses.replace(cfg, run_name=name)

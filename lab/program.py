@@ -37,6 +37,11 @@ def class_path(cls: type) -> str:
     return f"{path.as_posix()}:{cls.__qualname__}"
 
 
+def program_file(cls: type) -> str:
+    """The FILE of a class_path."""
+    return class_path(cls).rpartition(":")[0]
+
+
 def describe_program(trainer: Any) -> dict[str, str]:
     """The class_paths of a trainer, its model and the two configs, and the model's code_hash."""
     model = trainer.model_class  # not type(raw_model), which FSDP2 replaces with a subclass
@@ -93,11 +98,10 @@ def warn_if_edited(program: Any, cls: type, source: Any) -> None:
     recorded in its checkpoint says."""
     saved = program.get("code") if isinstance(program, dict) else None
     if saved and torchrun_env()[0] == 0 and saved != code_hash(cls):
-        file = class_path(cls).rpartition(":")[0]
         eprint(
-            f"warning: the model's code in {file} differs from the code with which {source} was saved, so "
-            "its weights may now compute something else; to compare two versions of a model, edit a copy of "
-            "the file"
+            f"warning: the model's code in {program_file(cls)} differs from the code with which {source} "
+            "was saved, so its weights may now compute something else; to compare two versions of a model, "
+            "edit a copy of the file"
         )
 
 

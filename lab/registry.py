@@ -18,7 +18,7 @@ from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_s
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
-from lab.program import class_path, code_hash, find_class, warn_if_edited
+from lab.program import class_path, code_hash, find_class, program_file, warn_if_edited
 from lab.trainer.checkpoint import checkpoint_files, read_checkpoint, read_newest
 from lab.trainer.run_dir import newest_run, program_of
 
@@ -215,7 +215,7 @@ def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = Non
         fits = ours is None or class_path(cls) == class_path(ours) or same_parameters(model, ours)
     else:
         if ours and not hasattr(ours, "from_pretrained"):
-            program = Path(class_path(ours).rpartition(":")[0]).name
+            program = Path(program_file(ours)).name
             raise UserError(
                 f"{path} is not a run, and --init_from of {program} takes only runs of the same program; "
                 "`ls log` lists the runs"
@@ -225,7 +225,7 @@ def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = Non
         fits = ours is None or is_bert != hasattr(ours, "generate")
         cls = find_class("bert.py:Bert" if is_bert else "train_gpt2.py:GPT", path)
     if not fits:
-        file = class_path(cls).rpartition(":")[0]
+        file = program_file(cls)
         raise UserError(
             f"{path} is a model of {file}; start from it with `{command_for(file)} --init_from`"
         )

@@ -7,10 +7,12 @@ python -m pytest -m slow tests/test_browser_*.py
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from server import Server, endless
 
+LAPTOP = Path(__file__).resolve().parent.parent / "examples/laptop_model"
 CHROMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # a text that would run scripts or clear a terminal if it were not escaped
 EVIL = '<img src=x onerror=alert(1)></script><script>alert("é")</script>\x1b[2J\x00\x07\u202e{{ about }}'
@@ -56,7 +58,7 @@ def axe_findings(page):
 def chat_server(tmp_path_factory):
     """lab serve with a small random model."""
     pytest.importorskip("uvicorn", reason="needs requirements-serve.txt")
-    from test_sample import noisy_gpt  # here, because it imports conftest.py
+    from models import noisy_gpt  # here, because it imports conftest.py
 
     server = Server(tmp_path_factory.mktemp("serve"), endless(noisy_gpt(block_size=256)))
     yield server
@@ -136,3 +138,38 @@ def tab(chromium, chat_server):
     yield tab
     assert tab.wrong == []
     tab.page.context.close()
+
+
+@pytest.fixture(scope="session")
+def laptop(tmp_path_factory):
+    """The page of the example model, written by lab export --html."""
+    from lab.hf.export import export  # here, because conftest.py sets the path to lab
+
+    out = tmp_path_factory.mktemp("page") / "laptop.html"
+    export(str(LAPTOP), html=out)
+    return out
+
+
+class ModelPage(Tab):
+    """An exported page. js: evaluate an expression with the page's own functions."""
+
+    def __init__(self, browser, path, **how):
+        super().__init__(browser, path.as_uri(), **how)
+        self.shown = self.page.locator("#tokens > span")
+
+    def js(self, expression, value=None):
+        return self.page.evaluate(f"(value) => {expression}", value)
+
+    def set(self, **numbers):
+        for id, value in numbers.items():
+            self.js(f"document.getElementById('{id}').value = value", str(value))
+
+    def write(self, prompt):
+        self.page.fill("#prompt", prompt)
+        self.page.click("#go")
+        return self.done()
+
+    def done(self):
+        """Wait until all tokens are written; returns their ids."""
+        self.page.wait_for_function("() => p.length == idx.length && idx.length >= goal")
+        return self.js("idx")

@@ -444,6 +444,18 @@ def ask_sample(start):
 
 
 @pytest.fixture
+def drawn(monkeypatch):
+    """The figures that matplotlib saves during a test."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, out: (figures.append(self), save(self, out))
+    )
+    return figures
+
+
+@pytest.fixture
 def tiny_config():
     from train_gpt2 import GPTConfig
 

@@ -16,7 +16,7 @@ class Server:
     """A running `python -m lab serve` of a model."""
 
     def __init__(self, folder, model, *flags):
-        from test_weights import saved  # here, because it imports conftest.py
+        from models import saved  # here, because it imports conftest.py
 
         self.model = model
         path = saved(model, folder / "log/r/model_000010.pt")
@@ -82,7 +82,7 @@ def endless(model):
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """lab serve with a random model of the size of the preset laptop: a context of 128 bytes."""
-    from test_sample import noisy_gpt
+    from models import noisy_gpt
 
     from train_gpt2 import PRESETS
 

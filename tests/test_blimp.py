@@ -24,8 +24,7 @@ from conftest import (
     succeed,
     two_ranks,
 )
-from test_hellaswag import noisy_gpt
-from test_weights import saved
+from models import noisy_gpt, saved
 
 import blimp
 from lab.cli import RunError, UserError
@@ -42,7 +41,7 @@ ZIP_FILE = Path("data/blimp/BLiMP.zip")  # where a run looks for it
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return saved(noisy_gpt(), tmp_path_factory.mktemp("model") / "model_000001.pt")
+    return saved(noisy_gpt(block_size=128), tmp_path_factory.mktemp("model") / "model_000001.pt")
 
 
 def zipped(path):
@@ -87,7 +86,8 @@ def check_margins(model, tokenizer, pairs, block_size, monkeypatch):
 
 
 def test_margins_equal_those_of_one_sentence_at_a_time(monkeypatch):
-    check_margins(noisy_gpt(), get_tokenizer("bytes"), blimp.read_pairs(FOLDER), 128, monkeypatch)
+    model, pairs = noisy_gpt(block_size=128), blimp.read_pairs(FOLDER)
+    check_margins(model, get_tokenizer("bytes"), pairs, 128, monkeypatch)
 
 
 def test_margins_of_a_speedrun_model(monkeypatch):
@@ -105,7 +105,7 @@ def test_margins_on_every_pair_of_five_paradigms(test_data, gpt2_files, monkeypa
     assert len(pairs) == 67_000 and len(names) == 67
     pairs = [pair for pair in pairs if pair["UID"] in names[::15]]
     assert len(pairs) == 5000
-    model = noisy_gpt(50257, block_size=64, n_embd=16)
+    model = noisy_gpt(vocab_size=50257, block_size=64, n_embd=16)
     check_margins(model, get_tokenizer("gpt2"), pairs, 64, monkeypatch)
 
 
@@ -152,7 +152,7 @@ def test_scores_ties_and_errors_worked_out_by_hand():
 
 def test_equal_sentences_and_uniform_models_tie():
     """Also where the model cannot tell two sentences of equal length apart."""
-    model = noisy_gpt()
+    model = noisy_gpt(block_size=128)
     data = blimp.tokenize_pairs(blimp.read_pairs(FOLDER), get_tokenizer("bytes"), 128)
     result, scores = blimp.measure(model, data, WORLD)
     assert result["ties"] == 1 and scores[17] == 0.5  # "Nobody slept."
@@ -189,7 +189,7 @@ def test_first_pairs_of_each_paradigm():
 
 
 def test_a_loss_that_is_not_finite():
-    model = noisy_gpt()
+    model = noisy_gpt(block_size=128)
     data = blimp.tokenize_pairs(blimp.read_pairs(FOLDER), get_tokenizer("bytes"), 128)
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = np.nan
@@ -291,7 +291,7 @@ def test_command_in_one_and_two_processes(tmp_path, checkpoint, monkeypatch):
     assert (one["count"], one["ties"], len(one["paradigms"])) == (COUNT, 1, 4)
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     pairs = blimp.read_pairs(FOLDER)
-    model, tokenizer = noisy_gpt(), get_tokenizer("bytes")
+    model, tokenizer = noisy_gpt(block_size=128), get_tokenizer("bytes")
     gap = np.diff(losses_one_by_one(model, tokenizer, pairs))[:, 0]
     binding = [i for i, pair in enumerate(pairs) if pair["UID"] == "our_reflexives"]
     acc = (gap[binding] > 0).mean()
@@ -362,7 +362,7 @@ def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_
     names = ["principle_A_case_1", "adjunct_island", "regular_plural_subject_verb_agreement_1"]
     pairs = blimp.read_pairs(blimp.locate(str(test_data / "blimp")))
     pairs = [p for p in blimp.first_of_each(pairs, 100) if p["UID"] in names]
-    model = noisy_gpt(50257, block_size=128)
+    model = noisy_gpt(vocab_size=50257, block_size=128)
     export(saved(model, tmp_path / "model.pt"), "export")
     for name in names:
         rows = [pair for pair in pairs if pair["UID"] == name]

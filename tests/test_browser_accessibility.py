@@ -3,11 +3,7 @@
 import re
 
 import pytest
-from browser import axe_findings
-from conftest import ROOT
-from test_html_export import ModelPage
-
-from lab.hf.export import export
+from browser import ModelPage, axe_findings
 
 pytestmark = pytest.mark.slow
 
@@ -162,10 +158,9 @@ def test_axe_finds_nothing_on_the_chat_page(tab):
         tab.mode("text")
 
 
-def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, tmp_path):
+def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, laptop):
     """What Enter does, the settings in their order with their defaults, and what top-k 0 means."""
-    export(str(ROOT / "examples/laptop_model"), html=tmp_path / "model.html")
-    model = ModelPage(chromium, tmp_path / "model.html")
+    model = ModelPage(chromium, laptop)
     settings = "all => all.map(one => [one.textContent, one.firstElementChild.value])"
     for page in (tab.page, model.page):
         page.click("details summary")

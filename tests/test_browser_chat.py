@@ -2,8 +2,8 @@
 
 import pytest
 from browser import EVIL, ChatPage, axe_findings
+from models import noisy_gpt
 from server import Server, endless
-from test_sample import noisy_gpt
 
 pytestmark = pytest.mark.slow
 

@@ -143,7 +143,8 @@ def test_built_in_text_with_another_tokenizer_is_used_as_it_is(tmp_path, run_tra
 
 # {command: pattern of the error}; a key without a program is added to the flags of a tiny run
 BAD = {
-    "--data nowhere": "no train shards in nowhere, which is not a folder: .*fineweb.py --source FOLDER",
+    "--data nowhere": "no train shards in nowhere, which is not a folder: .*fineweb.py --source FOLDER "
+    ".*without a GPU add --tokenizer bytes.*--preset laptop without --data",
     "--data a.txt": "data=a.txt is plain text, .*fineweb.py --source a.txt --out data/mine",
     "bert.py --preset laptop --data a.txt": "data=a.txt is plain text",
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",

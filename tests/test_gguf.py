@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN, fail, succeed
+from models import saved, tiny_gpt
 from test_tokenizer import write_texts
-from test_weights import saved, tiny_gpt
 
 from lab.cli import UserError
 from lab.data.chat import render_chat

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, VOCAB, equal_bits, run_python, run_two, succeed
-from test_weights import saved, tiny_gpt
+from models import noisy_gpt, saved
 
 import hellaswag
 from hellaswag import (
@@ -63,10 +63,6 @@ def write(path, examples):
     return path
 
 
-def noisy_gpt(vocab_size=VOCAB, block_size=128, n_embd=32):
-    return tiny_gpt(vocab_size, 128, block_size=block_size, n_embd=n_embd, n_head=2)
-
-
 def score(model, path, limit=0):
     """(summary, sums) of a file."""
     return measure(model, load_examples(model, WORLD, "", path, limit), WORLD)
@@ -79,7 +75,7 @@ def file(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return saved(noisy_gpt(), tmp_path_factory.mktemp("model") / "model_000001.pt")
+    return saved(noisy_gpt(block_size=128), tmp_path_factory.mktemp("model") / "model_000001.pt")
 
 
 def examples_of(tokens, labels):
@@ -165,7 +161,7 @@ def test_losses_equal_transformers_one_ending_at_a_time(
         source = request.getfixturevalue("test_data") / "hellaswag" / "hellaswag_val.jsonl"
         lines = source.read_text(encoding="utf-8").splitlines()[::700]  # both sources
         examples, tokenizer = list(map(json.loads, lines)), get_tokenizer("gpt2")
-    model = noisy_gpt(vocab_size, block_size, n_embd)
+    model = noisy_gpt(vocab_size=vocab_size, block_size=block_size, n_embd=n_embd)
     export(saved(model, tmp_path / "model.pt"), tmp_path / "export")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "export").eval()
     contexts = [tokenizer.encode(e["ctx"]) for e in examples]
@@ -191,7 +187,7 @@ def test_losses_equal_transformers_one_ending_at_a_time(
 
 def test_measuring_leaves_rng_and_model_unchanged(file):
     """It uses no random numbers and keeps weights and training mode; autocast changes little."""
-    model = noisy_gpt()
+    model = noisy_gpt(block_size=128)
     before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     _, plain = score(model, file)
     with torch.autocast("cpu", torch.bfloat16):
@@ -221,7 +217,7 @@ def test_limit_and_length_decide_which_examples_are_used(tmp_path):
     kept = tokenize_examples(*data, 32, skip_long=True)
     assert (len(kept), kept.num_skipped) == (29, 1)
     assert 4 not in [row["line"] for row in kept.rows]
-    model = noisy_gpt()  # a context without tokens becomes end-of-text
+    model = noisy_gpt(block_size=128)  # a context without tokens becomes end-of-text
     _, sums = score(model, write(tmp_path / "h.jsonl", examples[4:5]))
     ids = torch.tensor([[VOCAB - 1, *f" {examples[4]['endings'][2]}".encode()]])
     alone = model(ids[:, :-1], ids[:, 1:], reduction="sum")[1].item()
@@ -288,7 +284,7 @@ def test_callback(tmp_path, monkeypatch):
     steps = [(0, False), (1, False), (2, False), (3, True)]
     assert [callback().should_run(*step) for step in steps] == [False, False, True, True]
     assert not callback(every=0).should_run(2, True)
-    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt(), step=4)
+    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt(block_size=128), step=4)
     expected = score(trainer.raw_model, DEFAULT_FILE, limit=20)[0] | {"seconds": 0}
     for _ in range(2):
         found = json.loads(json.dumps(hella(trainer) | {"seconds": 0}))
@@ -299,7 +295,7 @@ def test_callback(tmp_path, monkeypatch):
 def test_callback_reads_the_tokenizer_of_the_runs_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(DEFAULT_FILE, random_examples())
-    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt())
+    hella, trainer = callback(), trainer_of(raw_model=noisy_gpt(block_size=128))
     names = []
     monkeypatch.setattr(
         hellaswag, "get_tokenizer", lambda name: names.append(name) or get_tokenizer("bytes")
@@ -327,7 +323,7 @@ def test_callback_that_cannot_run_prints_why_and_turns_itself_off(tmp_path, monk
 
 def test_ranks_check_for_signals_equally_often_with_unequal_batches(file, monkeypatch):
     monkeypatch.setattr(multiple_choice, "BATCH_TOKENS", 800)
-    model = noisy_gpt()
+    model = noisy_gpt(block_size=128)
     data = load_examples(model, WORLD, "", file)
     num_batches = len(make_batches(np.array([row_length(item) for item in data.tokens])))
     sums = []
@@ -342,7 +338,7 @@ def test_ranks_check_for_signals_equally_often_with_unequal_batches(file, monkey
 @pytest.mark.parametrize("num_continuations", [2, 3, 7])
 def test_any_number_of_continuations(num_continuations):
     """For example pairs of sentences without a context, after end-of-text."""
-    model, rng = noisy_gpt(), np.random.default_rng(0)
+    model, rng = noisy_gpt(block_size=128), np.random.default_rng(0)
     items = [
         [[VOCAB - 1], *(rng.integers(0, 256, n).tolist() for n in rng.integers(1, 9, num_continuations))]
         for _ in range(5)
@@ -399,7 +395,10 @@ def test_lm_evaluation_harness_gives_the_same_scores(test_data, gpt2_files, tmp_
     monkeypatch.chdir(tmp_path)
     source = test_data / "hellaswag" / "hellaswag_val.jsonl"
     examples = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[::100]]
-    path, model = write(tmp_path / "h.jsonl", examples), noisy_gpt(50257, block_size=1024)
+    path, model = (
+        write(tmp_path / "h.jsonl", examples),
+        noisy_gpt(vocab_size=50257, block_size=1024),
+    )
     export(saved(model, tmp_path / "model.pt"), "export")
     task = dict(
         task="ours", output_type="multiple_choice", dataset_path="json", test_split="test",

@@ -221,12 +221,8 @@ def curves(axes):
     return [(x, y) for x, y in found if len(x) and not (len(y) == 2 and y[0] == y[1])]
 
 
-def test_drawn_curves(tmp_path, monkeypatch):
+def test_drawn_curves(tmp_path, drawn):
     """Losses and scores of one run; losses of two, against tokens because their steps differ."""
-    from matplotlib.figure import Figure
-
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, out: (drawn.append(self), save(self, out)))
     run = write_log(tmp_path / "r", [*RUN, hella(200, 0.26), hella(400, 0.301)])
     plot.loss_curve([run], tmp_path / "pictures" / "loss.png")
     losses, scores, _ = drawn[0].axes
@@ -262,11 +258,7 @@ def test_more_than_five_runs_are_distinguished_by_line_style():
     assert len(set(looks)) == 12 and {style for _, style in looks[:5]} == {"-"}
 
 
-def test_twenty_runs_fit_into_the_file_name_and_the_legend(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, out: (drawn.append(self), save(self, out)))
+def test_twenty_runs_fit_into_the_file_name_and_the_legend(tmp_path, drawn):
     runs = [write_log(tmp_path / f"2026-11-28_{i:06}", RUN) for i in range(20)]
     plot.main(list(map(str, runs)))
     assert (runs[0] / "loss_with_19_others.png").exists()

@@ -99,12 +99,8 @@ def blimp(step, acc, **phenomena):
     return dict(kind="blimp", step=step, time=0.0, acc=acc, acc_stderr=0.01) | phenomena
 
 
-def test_blimp_by_phenomenon(tmp_path, monkeypatch):
+def test_blimp_by_phenomenon(tmp_path, drawn):
     """In the page and in the plot, against tokens; with two runs only the total."""
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, out: drawn.append(self))
     lines = [blimp(0, 0.5, binding=0.45, npi_licensing=0.2), blimp(400, 0.6, binding=0.7)]
     run = write_run(tmp_path / "r", timed([*RUN, *lines]))
     page = Page(run)
@@ -119,14 +115,14 @@ def test_blimp_by_phenomenon(tmp_path, monkeypatch):
     assert curves.keys() == {"binding", "NPI licensing"}
     assert curves["binding"]["y"] == [0.45, 0.7]
     assert curves["binding"]["positions"]["tokens"] == [0, 400 * 8192]
-    plot.draw([run], "x.png")
+    plot.draw([run], tmp_path / "x.png")
     *_, cells, _ = drawn[0].axes
     assert [text.get_text() for text in cells.get_yticklabels()] == ["binding", "NPI licensing"]
     assert cells.collections[0].get_array().filled(-1).tolist() == [[0.45, 0.7], [0.2, -1]]
     assert drawn[0].axes[-1].get_xlabel() == "tokens"
     both = Page(run, write_run(tmp_path / "s", timed([*RUN, *lines])))
     assert "blimp" in both.figures and "phenomena" not in both.figures
-    plot.draw([run, tmp_path / "s"], "x.png")
+    plot.draw([run, tmp_path / "s"], tmp_path / "x.png")
     assert len(drawn[1].axes) == len(drawn[0].axes) - 1
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, VOCAB, Process, add_noise, run_python
-from test_weights import saved, tiny_gpt
+from models import always, noisy_gpt, saved
 
 import sample
 import speedrun
@@ -29,25 +29,11 @@ from sample import Config, complete
 from train_gpt2 import GPT, GPTConfig
 
 
-def noisy_gpt(**changes):
-    return tiny_gpt(**dict(vocab_size=VOCAB, vocab_multiple=128, n_head=2) | changes)
-
-
 def often_ending():
     """A model that often samples end-of-text."""
     model = noisy_gpt()
     with torch.no_grad():
         model.transformer.ln_f.bias.copy_(3 * model.transformer.wte.weight[256])
-    return model
-
-
-def always(token, **changes):
-    """A model that gives one token almost all the probability, for any context."""
-    model = noisy_gpt(**changes)
-    with torch.no_grad():
-        wte = model.transformer.wte.weight
-        model.transformer.ln_f.weight.zero_()
-        model.transformer.ln_f.bias.copy_(1000 * wte[token] / wte[token].norm())
     return model
 
 
@@ -385,6 +371,17 @@ def test_samples_prompts_and_seeds(runs, monkeypatch, capfd):
     third, fourth = (call(capfd, "ab", *flags, seed)[0] for seed in (3, 4))
     assert out == third + fourth and third != fourth
     assert re.findall(r"seed (\d+)", err) == ["3", "4"]
+
+
+def test_a_model_in_the_place_of_the_prompt_is_an_error(runs, capfd):
+    """`sample.py log/old` would continue these words with another model."""
+    (Path("log/old") / "config.json").write_text("{}")
+    for name in ("log/old", "old", "log/old/", "log/old/model_000010.pt"):
+        with pytest.raises(UserError, match=f"prompt={name} is a run or a .* as --model {name},"):
+            sample.main([name])
+    assert call(capfd, "old", "--model", "old", "--max_new_tokens", 2)[0] == "oldzz\n"
+    for text in ("olds", "log", ".", "a.pt", "a\nb " * 999):
+        assert not sample.is_model(text)
 
 
 def test_closed_stdout_ends_without_a_traceback(tmp_path, runs):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ROOT, run_python
 from hostile import NUMBERS, Client
+from models import always, noisy_gpt
 from server import Server, endless
-from test_sample import always, noisy_gpt
 
 from lab.data.tokenizers import get_tokenizer
 from lab.inference.generate import generate

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, fail, run_python, wait_for
+from models import noisy_gpt
 from test_plot import start as start_event
 from test_plot import val, write_log
-from test_sample import noisy_gpt
 
 from lab.data.chat import build_chat
 from lab.data.manifest import new_manifest

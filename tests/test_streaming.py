@@ -6,8 +6,7 @@ import signal
 import pytest
 import torch
 from conftest import wait_for
-from test_sample import always, noisy_gpt
-from test_weights import saved
+from models import always, noisy_gpt, saved
 
 import sample
 from lab.cli import parse_args

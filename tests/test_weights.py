@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, add_noise, equal_bits, run_code
+from models import saved, tiny_gpt
 
 from lab.cli import UserError
 from lab.hf import export as hf_export
@@ -24,20 +25,6 @@ from train_gpt2 import GPT, GPTConfig
 TOLERANCE = 1e-4
 # (n_layer, n_head, n_embd): the published models' numbers of heads and proportions, scaled down
 SHAPES = {"gpt2": (2, 12, 48), "gpt2-xl": (5, 25, 100)}
-
-
-def tiny_gpt(vocab_size=101, vocab_multiple=8, **changes):
-    torch.manual_seed(7)
-    shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=16) | changes
-    config = GPTConfig(**shape, vocab_size=vocab_size, vocab_multiple=vocab_multiple)
-    return add_noise(GPT(config))
-
-
-def saved(model, path, **more):
-    """Save a checkpoint of this model; returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.state_dict(), "model_config": vars(model.config)} | more, path)
-    return str(path)
 
 
 def tiny_transformers(shape="gpt2", vocab_size=101):

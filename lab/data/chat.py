@@ -193,37 +193,17 @@ def is_chat(files: list[File], column: str) -> bool:
     return find_messages(first) is not None and not isinstance(first.get(column), str)
 
 
-def build_chat(
-    files: list[File], out_dir: str | Path, tokenizer: str, context: int, shard_tokens: int
-) -> Manifest:
-    """Write conversations, packed into rows of `context` tokens, as shards with masks.
+def read_chats(
+    files: list[File], tokenizer: Tokenizer, context: int
+) -> tuple[dict[str, list[tuple[np.ndarray, np.ndarray]]], dict[str, int]]:
+    """The conversations (ids, mask) of each split, and the numbers of those skipped because they are too
+    long or have no answer.
 
-    Records 1, 11, 21 ... are for validation; skipped records keep their numbers. Chat data is small, so
-    it is held in memory, and an interrupted build starts again. Returns the manifest; if it is already
-    complete, nothing is written. Raises UserError for a record that is not a conversation, or if one
-    of the splits would be empty.
+    Records 1, 11, 21 ... are for validation; skipped records keep their numbers. Raises UserError for a
+    record that is not a conversation, or if one of the splits would be empty.
     """
-    if not 8 <= context <= shard_tokens:
-        raise UserError(
-            f"context={context} must be at least 8 and at most shard_tokens={shard_tokens}; pass "
-            "another --context"
-        )
-    rows_per_shard = shard_tokens // context
-    source = {"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]}
-    manifest, tok = load_partial_manifest(out_dir), get_tokenizer(tokenizer)
-    if manifest:
-        check_manifest_matches(
-            out_dir, manifest, data="chat", tokenizer=Path(tokenizer).name, source=source,
-            context=context, shard_tokens=rows_per_shard * context,
-        )  # fmt: skip
-        if manifest["complete"]:
-            return manifest
-    manifest = new_manifest(
-        "chat", tok, source=source, context=context, shard_tokens=rows_per_shard * context,
-        val_tokens=0,
-    )  # fmt: skip
     splits: dict[str, list] = {"val": [], "train": []}
-    too_long = no_answer = 0
+    skipped = dict(too_long=0, no_answer=0)
     for i, (where, record) in enumerate(progress(records_in(files), "reading", "line")):
         messages = find_messages(record)
         if messages is None:
@@ -232,22 +212,52 @@ def build_chat(
                 "keys must include messages, conversations, instruction and output, or prompt and completion "
                 "(for plain texts, build shards with fineweb.py --source and pass their folder as --data)"
             )
-        ids, mask = render_chat(messages, tok, where=where)
+        ids, mask = render_chat(messages, tokenizer, where=where)
         if any("\0" in message["content"] for message in messages):
             raise nul_error(where)
         if not mask.any() or has_blank_answer(messages):
-            no_answer += 1
+            skipped["no_answer"] += 1
         elif len(ids) > context:
-            too_long += 1
+            skipped["too_long"] += 1
         else:
             splits["train" if i % 10 else "val"].append((ids, mask))
     if not splits["val"] or not splits["train"]:
         raise UserError(
-            f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation "
-            f"and another one to train on, but {no_answer:,} without an answer and {too_long:,} "
-            f"of more than {context} tokens were skipped; add conversations, or pass a larger --context "
-            "(to a training program: --seq_len)"
+            f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation and "
+            f"another one to train on, but {skipped['no_answer']:,} without an answer and "
+            f"{skipped['too_long']:,} of more than {context} tokens were skipped; add conversations, or "
+            "pass a larger --context (to a training program: --seq_len)"
         )
+    return splits, skipped
+
+
+def build_chat(
+    files: list[File], out_dir: str | Path, tokenizer: str, context: int, shard_tokens: int
+) -> Manifest:
+    """Write conversations, packed into rows of `context` tokens, as shards with masks.
+
+    Chat data is small, so it is held in memory, and an interrupted build starts again. Returns the
+    manifest; if it is already complete, nothing is written. Raises UserError as read_chats does.
+    """
+    if not 8 <= context <= shard_tokens:
+        raise UserError(
+            f"context={context} must be at least 8 and at most shard_tokens={shard_tokens}; pass "
+            "another --context"
+        )
+    rows_per_shard = shard_tokens // context
+    manifest, tok = load_partial_manifest(out_dir), get_tokenizer(tokenizer)
+    same: dict[str, Any] = dict(
+        source={"kind": "chat", "files": [[f.name, f.size, sha256_of(f.path)] for f in files]},
+        context=context, shard_tokens=rows_per_shard * context,
+    )  # fmt: skip
+    if manifest:
+        check_manifest_matches(
+            out_dir, manifest, data="chat", tokenizer=Path(tokenizer).name, **same
+        )
+        if manifest["complete"]:
+            return manifest
+    manifest = new_manifest("chat", tok, **same, val_tokens=0)
+    splits, skipped = read_chats(files, tok, context)
     init_output_dir(out_dir, manifest)
     for split, chats in splits.items():
         ids, mask, counts = pack_rows(chats, context, tok.eot)
@@ -256,7 +266,7 @@ def build_chat(
             rows = slice(i, i + size)
             count = int(counts[rows].sum())
             save_shard(out_dir, manifest, ids[rows].ravel(), mask[rows].ravel(), documents=count)
-    manifest["too_long"], manifest["no_answer"] = too_long, no_answer
+    manifest["too_long"], manifest["no_answer"] = skipped["too_long"], skipped["no_answer"]
     return write_manifest(out_dir, manifest, complete=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.cli import UserError
+from lab.cli import UserError, counted
 from lab.data.shards import TokenShards
 from lab.distributed import World
 
@@ -257,3 +257,13 @@ def grad_accum_steps(cfg: StepSize, batch_size: int, world_size: int) -> int:
             f"{-(-cfg.total_batch_size // n) * n}{hint}"
         )
     return cfg.total_batch_size // n
+
+
+def step_text(cfg: StepSize, batch_size: int, world_size: int, processes: str) -> str:
+    """The tokens of an update and their factors, for a reader: "4,096 tokens = 8 sequences x 256 tokens x
+    2 micro-steps". processes: what world_size counts."""
+    factors = [counted(batch_size, "sequence"), counted(cfg.seq_len, "token")]
+    steps = grad_accum_steps(cfg, batch_size, world_size)
+    more = (world_size, processes), (steps, "micro-steps")
+    factors += [f"{count} {what}" for count, what in more if count > 1]
+    return f"{cfg.total_batch_size:,} tokens = {' x '.join(factors)}"

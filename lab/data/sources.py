@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.cli import UserError, eprint, require
+from lab.cli import UserError, eprint, listed, require
 from lab.data.manifest import SHARD_NAME
 from lab.data.tokenizers import TOKENIZER_FILE, to_arrow
 from lab.files import first_line, read_errors
@@ -94,16 +94,14 @@ def one_kind(
         )
     skipped = sorted(f.name for f in files if f.kind != kind)
     if skipped and strict:
-        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         raise UserError(
             f"{place} has {len(skipped)} file(s) besides the {len(chosen)} {kind} file(s) to read: "
-            f"{', '.join(skipped[:3])}{more}; convert or remove them, or leave out --strict"
+            f"{listed(skipped, 3)}; convert or remove them, or leave out --strict"
         )
     if skipped:
-        more = f" and {len(skipped) - 20} more" if len(skipped) > 20 else ""
         eprint(
             f"{place}: reading {len(chosen)} {kind} file(s), skipping {len(skipped)} other(s): "
-            f"{', '.join(skipped[:20])}{more}"
+            f"{listed(skipped, 20)}"
         )
     return chosen
 

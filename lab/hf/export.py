@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from tyro.conf import Positional, arg
 
-from lab.cli import UserError, eprint, parse_args
+from lab.cli import UserError, eprint, parse_args, require
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import (
     END_OF_TEXT,
@@ -63,19 +63,7 @@ def export(
         push_to_hub: repository on the Hugging Face hub, NAME or USER/NAME, to upload the folder to, with a
             model card; a new one is private
     """
-    if bool(out) == bool(html):
-        raise UserError(
-            f"out={str(out)!r} and html={str(html)!r}: one of them must be given; pass --out FOLDER for "
-            "transformers, or --html FILE for a page that runs the model"
-        )
-    if html and Path(html).suffix != ".html":
-        raise UserError(f"html={html} must end in .html; try --html {html}.html")
-    if push_to_hub and html:
-        raise UserError(
-            f"push_to_hub={push_to_hub} uploads a folder; pass --out FOLDER instead of --html"
-        )
-    if push_to_hub:
-        check_hub_name(push_to_hub)
+    check_flags(str(out), str(html), gguf, push_to_hub)
     out = Path(out or html)
     if not html:
         check_replaceable(out)
@@ -87,8 +75,6 @@ def export(
             f"{source} is not a GPT-2 or BERT, so transformers has no model for it; export a run of "
             "train_gpt2.py or bert.py"
         )
-    if gguf != "off" and html:
-        raise UserError(f"gguf={gguf} adds a file to a folder; pass --out FOLDER instead of --html")
     if gguf != "off":
         check_gguf(gguf, model.config)
     if html and hasattr(model.config, "segments"):
@@ -110,6 +96,24 @@ def export(
     print(note.replace("{out}", str(out)))
     if push_to_hub:
         print(f"pushed to {push(out, push_to_hub)}; a new repository is private")
+
+
+def check_flags(out: str, html: str, gguf: str, push_to_hub: str) -> None:
+    """Raise UserError for flags of export that cannot work with any model."""
+    require(
+        bool(out) != bool(html),
+        f"{out=} and {html=}: one of them must be given; pass --out FOLDER for transformers, or --html "
+        "FILE for a page that runs the model",
+    )
+    if html:
+        instead = "; pass --out FOLDER instead of --html"
+        require(
+            Path(html).suffix == ".html", f"html={html} must end in .html; try --html {html}.html"
+        )
+        require(not push_to_hub, f"push_to_hub={push_to_hub} uploads a folder{instead}")
+        require(gguf == "off", f"gguf={gguf} adds a file to a folder{instead}")
+    if push_to_hub:
+        check_hub_name(push_to_hub)
 
 
 def write_folder(

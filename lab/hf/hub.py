@@ -78,17 +78,8 @@ def model_card(exported: Any, config: Any, source: str) -> str:
 
     exported: the model of transformers; config: ours; source: as resolve_source returns it.
     """
-    is_bert = hasattr(config, "segments")
-    run, step = Path(source).parent, None
-    train: dict[str, Any] = {}
-    log: RunLog = {}
-    title = Path(source).absolute().name
-    if is_checkpoint(source):
-        with contextlib.suppress(UserError):  # a checkpoint outside of its run has neither
-            train = read_json(run / "config.json", train=dict)["train"]
-            log = read_log(run)
-        title, step = train.get("run_name") or title, read_checkpoint(Path(source)).get("step")
-        step = step if type(step) is int else None  # a file of another program
+    step, train, log = recorded(source)
+    title = train.get("run_name") or Path(source).absolute().name
     rows = {
         "exported from": f"`{title}`" + ("" if step is None else f", step {step:,}"),
         "weights": f"{sum(p.numel() for p in exported.parameters()):,}",
@@ -105,12 +96,10 @@ def model_card(exported: Any, config: Any, source: str) -> str:
     )
     command = str(log.get("start", [{}])[0].get("command", "")) or MISSING
     indented = "\n".join(f"    {line}" for line in command.splitlines())
-    task, kind = ("fill-mask", "BERT") if is_bert else ("text-generation", "GPT-2")
-    hint = (
-        ""
-        if is_bert
-        else "\nDocuments begin with `<|endoftext|>` in training: put it before a prompt.\n"
-    )
+    task, kind, hint = "fill-mask", "BERT", ""
+    if not hasattr(config, "segments"):
+        task, kind = "text-generation", "GPT-2"
+        hint = "\nDocuments begin with `<|endoftext|>` in training: put it before a prompt.\n"
     return f"""---
 library_name: transformers
 pipeline_tag: {task}
@@ -131,6 +120,19 @@ The command that trained it:
 License of the code that exported it: MIT. The licenses of the weights and of their training text are
 not recorded.
 """
+
+
+def recorded(source: str) -> tuple[int | None, dict[str, Any], RunLog]:
+    """(step, TrainConfig, log) of a checkpoint and its run; None or empty if they are not recorded."""
+    train: dict[str, Any] = {}
+    log: RunLog = {}
+    if not is_checkpoint(source):
+        return None, train, log
+    with contextlib.suppress(UserError):  # a checkpoint outside of its run has neither
+        train = read_json(Path(source).parent / "config.json", train=dict)["train"]
+        log = read_log(Path(source).parent)
+    step = read_checkpoint(Path(source)).get("step")
+    return step if type(step) is int else None, train, log  # another program's file has no step
 
 
 def tokenizer_row(config: Any, source: str) -> str:

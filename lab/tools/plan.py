@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from lab.batch_size import candidate_batch_sizes
-from lab.cli import UserError, bold, counted, fill_paragraphs
+from lab.cli import UserError, bold, fill_paragraphs
 from lab.config import parse_flags, resolve_vocabulary
-from lab.data.loader import grad_accum_steps
+from lab.data.loader import grad_accum_steps, step_text
 from lab.data.manifest import read_manifest
 from lab.distributed import World
 from lab.hardware import GPUS, compile_unsupported_reason, total_memory
@@ -221,17 +221,14 @@ def print_breakdown(s: MemorySpec) -> None:
 def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> bool:
     """Print whether the run fits, how much memory it needs, and its time and cost. Returns whether it
     fits."""
-    cfg, gpus, left, (peak_bytes, phase) = s.cfg, s.world_size, free_gib(s, gpu), peak(s)
+    cfg, left, (peak_bytes, phase) = s.cfg, free_gib(s, gpu), peak(s)
     fits = f"fits, with {left:.1f} GiB left"
     if left < 0:
         fits = f"does not fit; it needs {-left:.1f} GiB more"
     print_row("verdict", f"batch_size={cfg.batch_size} {fits}. {what_fits(s, gpu)}")
     mode = f"{cfg.precision}, {'compiled' if cfg.compile else 'eager'}, {cfg.optimizer}"
     print_row("plan", f"{reason}; {mode}, on {gpu.name}, {gpu.gib:.4g} GiB")
-    factors = [counted(cfg.batch_size, "sequence"), counted(cfg.seq_len, "token")]
-    more = (gpus, "GPUs"), (s.grad_accum_steps, "micro-steps")
-    factors += [f"{count} {what}" for count, what in more if count > 1]
-    print_row("step", f"{cfg.total_batch_size:,} tokens = {' x '.join(factors)}")
+    print_row("step", step_text(cfg, cfg.batch_size, s.world_size, "GPUs"))
     print_breakdown(s)
     print_row(
         "memory",

@@ -288,6 +288,101 @@ def handle_error(error: Any) -> JSONResponse:
 HANDLED_ERRORS = UserError, RequestValidationError, HTTPException
 
 
+async def encode(
+    items: AsyncIterator[dict], before: str, after: str, last: str = ""
+) -> AsyncIterator[str]:
+    """The JSON of each item between `before` and `after`, then `last`, or the error that ended them."""
+    try:
+        async for item in items:
+            yield f"{before}{json.dumps(item)}{after}"
+        if last:
+            yield last
+    except UserError as error:  # out of memory, when the status has already been sent
+        yield f"{before}{json.dumps(error_body(500, str(error)))}{after}"
+
+
+async def generate_lines(
+    engine: Any, body: GenerateRequest, ids: list[int], dropped: int
+) -> AsyncIterator[dict]:
+    """The lines of POST /generate: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn.
+    scored: token_logprobs of the prompt, or of the last token of `answer`."""
+    async with engine.cache() as cache:
+        scored = await engine.compute(score_tokens, engine.model, engine.tokenizer, ids)
+        scored = scored[-1:] if body.answer else scored
+        yield dict(scored=scored, dropped=dropped, seed=body.seed)
+        t0 = time.perf_counter()
+        async for new in engine.stream(body, ids, cache):
+            yield dict(pieces=new, seconds=time.perf_counter() - t0)
+
+
+class OpenAIAnswer:
+    """The answer to an OpenAI request, streamed or whole. Several prompts are answered one by one.
+
+    kind: its "object" in OpenAI's API; to_choice: converts pieces to a choice of that kind.
+    """
+
+    def __init__(
+        self, engine: Any, model: str, body: OpenAIRequest, kind: str, to_choice: Callable
+    ):
+        self.engine, self.body, self.to_choice = engine, body, to_choice
+        self.head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()))
+        self.head["model"] = model
+        self.bodies = [
+            body.model_copy(update=dict(prompt=prompt, seed=body.seed + i))
+            for i, prompt in enumerate(prompts_of(body.prompt))
+        ]
+        self.ids: list[list[int]] = []  # of each prompt
+
+    async def respond(self, request: Request) -> Any:
+        """The response. Raises UserError if a prompt does not fit."""
+        for body in self.bodies:
+            ids, dropped = await self.engine.compute(self.engine.prompt_ids, body)
+            self.ids.append(ids)
+            if dropped:  # not in OpenAI's API, but its client passes it on
+                self.head["dropped_messages"] = dropped
+        if not self.body.stream:
+            return await self.whole(request)
+        events = encode(self.chunks(), "data: ", "\n\n", last="data: [DONE]\n\n")
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def turns(self) -> AsyncGenerator[tuple[int, list[dict]]]:
+        """Yield (index of the prompt, its new pieces)."""
+        async with self.engine.cache() as cache:
+            for index, (body, ids) in enumerate(zip(self.bodies, self.ids)):
+                async for new in self.engine.stream(body, ids, cache, not self.body.stream):
+                    yield index, new
+
+    async def chunks(self) -> AsyncIterator[dict]:
+        """The parts of a streamed answer."""
+        texts, count = [""] * len(self.bodies), 0
+        async for index, new in self.turns():
+            yield self.head | {"choices": [self.choice(index, new, texts[index])]}
+            texts[index] += "".join(piece["text"] for piece in new)
+            count += len(new)
+        if (self.body.stream_options or {}).get("include_usage"):
+            yield self.head | dict(choices=[], usage=self.usage(count))
+
+    async def whole(self, request: Request) -> Any:
+        """The answer as one object."""
+        pieces: list[list[dict]] = [[] for _ in self.bodies]
+        async with contextlib.aclosing(self.turns()) as turns:
+            async for index, new in turns:
+                pieces[index] += new
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # "client closed request"
+        choices = [self.choice(index, new) for index, new in enumerate(pieces)]
+        return self.head | dict(choices=choices, usage=self.usage(sum(map(len, pieces))))
+
+    def choice(self, index: int, new: list[dict], text_before: str = "") -> dict:
+        end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
+        made = self.to_choice(new, self.body, text_before, self.engine.tokenizer)
+        return dict(index=index, finish_reason=end) | made
+
+    def usage(self, count: int) -> dict:
+        prompt = sum(map(len, self.ids))
+        return dict(prompt_tokens=prompt, completion_tokens=count, total_tokens=prompt + count)
+
+
 # ------------------------------------------------------------------------------------------- the app
 
 
@@ -305,17 +400,9 @@ def create_app(
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     app.add_middleware(RequestLimits, engine=engine)
     page = load_template("serve.html.j2")
-    eot = [engine.tokenizer.eot]
-    seen = engine.thread.submit(
-        inspect_prediction, engine.model, engine.tokenizer, eot, None, None
-    ).result()
-    about = dict(
-        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
-        facts=model_facts(engine, val_loss, data, step), untuned=untuned, questions=list(questions),
-        vocab_size=engine.tokenizer.vocab_size, bytes=engine.tokenizer.name == "bytes",
-        layers=seen["layers"], heads=seen["heads"],
-        temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
-    )  # fmt: skip
+    about = page_values(engine, name) | dict(
+        facts=model_facts(engine, val_loss, data, step), untuned=untuned, questions=list(questions)
+    )
     model = dict(id=name, object="model", created=int(time.time()), owned_by="you")
 
     @app.get("/")
@@ -337,29 +424,9 @@ def create_app(
 
     @app.post("/generate")
     async def generate(body: GenerateRequest) -> Response:
-        """JSON lines: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn. scored:
-        token_logprobs of the prompt, or of the last token of `answer`. After an error, the last line is
-        {"error"}.
-        """
         ids, dropped = await engine.compute(engine.prompt_ids, body)
-
-        async def lines() -> AsyncIterator[dict]:
-            async with engine.cache() as cache:
-                scored = await engine.compute(score_tokens, engine.model, engine.tokenizer, ids)
-                scored = scored[-1:] if body.answer else scored
-                yield dict(scored=scored, dropped=dropped, seed=body.seed)
-                t0 = time.perf_counter()
-                async for new in engine.stream(body, ids, cache):
-                    yield dict(pieces=new, seconds=time.perf_counter() - t0)
-
-        async def encoded() -> AsyncIterator[str]:
-            try:
-                async for line in lines():
-                    yield json.dumps(line) + "\n"
-            except UserError as error:  # out of memory, when the status has already been sent
-                yield json.dumps(error_body(500, str(error))) + "\n"
-
-        return StreamingResponse(encoded(), media_type="application/x-ndjson")
+        lines = encode(generate_lines(engine, body, ids, dropped), "", "\n")
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     @app.post("/inspect")
     async def inspect(body: InspectRequest) -> dict:
@@ -370,74 +437,31 @@ def create_app(
             inspect_prediction, model, tokenizer, ids, body.layer, body.head
         )
 
-    async def complete(
-        request: Request, body: OpenAIRequest, kind: str, to_choice: Callable
-    ) -> Any:
-        """Answer an OpenAI request, streamed or whole. Several prompts are answered one by one."""
-        bodies = [
-            body.model_copy(update=dict(prompt=prompt, seed=body.seed + i))
-            for i, prompt in enumerate(prompts_of(body.prompt))
-        ]
-        prepared = [await engine.compute(engine.prompt_ids, each) for each in bodies]
-        prompt_tokens, dropped = sum(len(ids) for ids, _ in prepared), prepared[0][1]
-        head: dict = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=name)
-        if dropped:
-            head["dropped_messages"] = dropped  # not in OpenAI's API, but its client passes it on
-
-        def choice(index: int, new: list[dict], text_before: str = "") -> dict:
-            end = "length" if new[-1]["end"] == "window" else new[-1]["end"]
-            made = to_choice(new, body, text_before, engine.tokenizer)
-            return dict(index=index, finish_reason=end) | made
-
-        def usage(count: int) -> dict:
-            total = prompt_tokens + count
-            return dict(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=total)
-
-        async def turns() -> AsyncGenerator[tuple[int, list[dict]]]:
-            """Yield (index of the prompt, its new pieces)."""
-            async with engine.cache() as cache:
-                for index, (each, (ids, _)) in enumerate(zip(bodies, prepared)):
-                    async for new in engine.stream(each, ids, cache, not body.stream):
-                        yield index, new
-
-        async def chunks() -> AsyncIterator[dict]:
-            texts, count = [""] * len(bodies), 0
-            async for index, new in turns():
-                yield head | {"choices": [choice(index, new, texts[index])]}
-                texts[index] += "".join(piece["text"] for piece in new)
-                count += len(new)
-            if (body.stream_options or {}).get("include_usage"):
-                yield head | dict(choices=[], usage=usage(count))
-
-        async def events() -> AsyncIterator[str]:
-            try:
-                async for data in chunks():
-                    yield f"data: {json.dumps(data)}\n\n"
-                yield "data: [DONE]\n\n"
-            except UserError as error:  # out of memory, when the status has already been sent
-                yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
-
-        if body.stream:
-            return StreamingResponse(events(), media_type="text/event-stream")
-        pieces: list[list[dict]] = [[] for _ in bodies]
-        async with contextlib.aclosing(turns()) as stream:
-            async for index, new in stream:
-                pieces[index] += new
-                if await request.is_disconnected():
-                    return Response(status_code=499)  # "client closed request"
-        choices = [choice(index, new) for index, new in enumerate(pieces)]
-        return head | dict(choices=choices, usage=usage(sum(map(len, pieces))))
-
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
-        return await complete(request, body, "text_completion", to_completion_choice)
+        answer = OpenAIAnswer(engine, name, body, "text_completion", to_completion_choice)
+        return await answer.respond(request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        return await complete(request, body, kind, to_chat_choice)
+        return await OpenAIAnswer(engine, name, body, kind, to_chat_choice).respond(request)
 
     return app
+
+
+def page_values(engine: Any, name: str) -> dict[str, Any]:
+    """The values that the page's script needs, besides texts."""
+    model, tokenizer = engine.model, engine.tokenizer
+    seen = engine.thread.submit(
+        inspect_prediction, model, tokenizer, [tokenizer.eot], None, None
+    ).result()
+    return dict(
+        model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
+        vocab_size=tokenizer.vocab_size, bytes=tokenizer.name == "bytes",
+        layers=seen["layers"], heads=seen["heads"],
+        temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
+    )  # fmt: skip
 
 
 def model_facts(

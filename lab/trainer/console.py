@@ -1,7 +1,6 @@
 """Console output of a run: the settings at the start, a line per log record, the summary."""
 
 import contextlib
-import inspect
 import math
 import sys
 import time
@@ -22,7 +21,9 @@ from lab.cli import (
     terminal_width,
     wrap,
 )
+from lab.data.loader import grad_accum_steps, step_text
 from lab.data.tokenizers import END_OF_TEXT, printable
+from lab.program import program_file
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
@@ -78,7 +79,8 @@ class Console:
         record = dict(
             device=torch.cuda.get_device_name(world.device) if cuda else world.device.type,
             world_size=world.world_size, precision=trainer.precision.name,
-            batch_size=loader.batch_size, grad_accum_steps=self.micro_steps(),
+            batch_size=loader.batch_size,
+            grad_accum_steps=grad_accum_steps(self.cfg, loader.batch_size, world.world_size),
             num_params=trainer.raw_model.num_params(), tokens=loader.position,
             train_tokens=len(loader.shards), val_tokens=len(validation.shards) if validation else 0,
             log_v=self.uniform, unigram=self.unigram, torch=torch.__version__,
@@ -86,11 +88,6 @@ class Console:
         damaged = trainer.run_dir.glob("model_*[0-9].damaged")
         damaged = [path.name for path in damaged if step_of(path) > trainer.step]
         return record | ({"passed_over": damaged} if damaged else {})
-
-    def micro_steps(self) -> int:
-        """Micro-steps of a full-size step."""
-        loader, world_size = self.trainer.loader, self.trainer.world.world_size
-        return self.cfg.total_batch_size // (loader.batch_size * self.cfg.seq_len * world_size)
 
     def print_settings(self, reason: str, record: dict) -> None:
         """Print the settings, so that a reader can check the arithmetic."""
@@ -121,10 +118,8 @@ class Console:
         when = "next" if trainer.step else "first"
         few = "step" if small == 1 else f"{small} steps"
         half = f"; half as many in the {when} {few}" if small else ""
-        factors = [counted(loader.batch_size, "sequence"), counted(cfg.seq_len, "token")]
-        more = (world.world_size, "processes"), (self.micro_steps(), "micro-steps")
-        factors += [f"{count} {what}" for count, what in more if count > 1]
-        self.print(f"step   {cfg.total_batch_size:,} tokens = {' x '.join(factors)}{half}")
+        text = step_text(cfg, loader.batch_size, world.world_size, "processes")
+        self.print(f"step   {text}{half}")
         cuda = world.device.type == "cuda"
         threads = "" if cuda else f", {counted(torch.get_num_threads(), 'thread')}"
         self.print(f"device {record['device']}{threads}, {trainer.precision.name}")
@@ -248,9 +243,7 @@ def print_summary(trainer, stopped: str) -> None:
 
 def summary(trainer, stopped: str) -> None:
     run_dir, say = trainer.run_dir, lambda text: trainer.world.print0(wrap(text))
-    file = Path(inspect.getfile(type(trainer))).name
-    log_dir = "" if str(run_dir.parent) == "log" else f"--log_dir {shell_quote(run_dir.parent)} "
-    resume = f"{command_for(file)} --resume {log_dir}--run_name {shell_quote(run_dir.name)}"
+    resume = resume_command(trainer)
     if stopped and not trainer.step:
         say(f"{stopped}: stopped before the first update; run the same command to start again")
         return
@@ -266,45 +259,60 @@ def summary(trainer, stopped: str) -> None:
     from lab.tools import plot  # matplotlib is slow to import
 
     plot.loss_curve([run_dir], run_dir / "loss.png")
-    name, curve = shell_quote(run_dir), " loss.png (the curve)," * (run_dir / "loss.png").exists()
-    has_best, model = (run_dir / "model_best.pt").exists(), name
-    small = trainer.raw_model.num_params() <= 15e6
-    own_tokenizer = trainer.raw_model.config.tokenizer.endswith(".json")
+    curve = " loss.png (the curve)," * (run_dir / "loss.png").exists()
+    model, best = run_dir, ""
+    if (run_dir / "model_best.pt").exists():
+        best = "; model_best.pt is the saved one with the lowest validation loss, "
+        best += f"{trainer.best_val:.4f}"
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
         # where the loss of a chat model is lowest, its answers are still nonsense
-        if has_best and not stopped and is_worse(log) and trainer.cfg.preset != "sft":
-            model = shell_quote(run_dir / "model_best.pt")
-    best = (
-        f"; model_best.pt is the saved one with the lowest validation loss, {trainer.best_val:.4f}"
-    )
-    best *= has_best
-    continue_, more = ("finish it", "") if stopped else ("train it further", " --max_steps TOTAL")
-    report, sample = command_for("lab report"), command_for("sample.py")
-    next_steps = {"generate text": f"{sample} --model {model}"}
-    if trainer.cfg.preset == "sft":
-        next_steps = {"chat with it": f"{sample} --chat --model {model}"}
-    next_steps |= {"try it in a browser": f"{command_for('lab serve')} {model}"}
-    if not hasattr(trainer.raw_model, "generate"):
-        export = f"{command_for('lab export')} {name} --out FOLDER"
-        next_steps = {"use it in transformers": export}
-    elif file == "train_gpt2.py" and small and not own_tokenizer:
-        export = f"{command_for('lab export')} {name} --html my-model.html"
-        next_steps |= {"export it as a web page": export}
-    next_steps |= {
-        "see curves and samples": f"{report} {name}",
-        "compare two runs": f"{report} {name} {shell_quote(run_dir.parent / 'OTHER')}",
-    }
-    go_on = {continue_: f"{resume}{more}"}
-    next_steps = go_on | next_steps if stopped else next_steps | go_on
+        if best and not stopped and is_worse(log) and trainer.cfg.preset != "sft":
+            model = run_dir / "model_best.pt"
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
-    lines = [f"  {purpose:23}  {command}" for purpose, command in next_steps.items()]
+    commands = next_commands(trainer, shell_quote(model))
+    if stopped:
+        commands = {"finish it": resume} | commands
+    else:
+        commands["train it further"] = f"{resume} --max_steps TOTAL"
+    lines = [f"  {purpose:23}  {command}" for purpose, command in commands.items()]
     # on a narrow terminal, commands get their own lines, which are not wrapped, so that they can be copied
     if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
-        lines = [f"  {purpose}\n    {command}" for purpose, command in next_steps.items()]
-    if more:
+        lines = [f"  {purpose}\n    {command}" for purpose, command in commands.items()]
+    if not stopped:
         lines.append(f"TOTAL counts all steps, including the {trainer.step:,} already done.")
     trainer.world.print0("\n".join(lines))
+
+
+def resume_command(trainer) -> str:
+    """The command that continues the run."""
+    folder, name = trainer.run_dir.parent, shell_quote(trainer.run_dir.name)
+    log_dir = "" if str(folder) == "log" else f"--log_dir {shell_quote(folder)} "
+    command = command_for(Path(program_file(type(trainer))).name)
+    return f"{command} --resume {log_dir}--run_name {name}"
+
+
+def next_commands(trainer, model: str) -> dict[str, str]:
+    """{purpose: command}: what to do with the run besides training. model: its best checkpoint or folder."""
+    run, other = shell_quote(trainer.run_dir), shell_quote(trainer.run_dir.parent / "OTHER")
+    sample, report = command_for("sample.py"), command_for("lab report")
+    if not hasattr(trainer.raw_model, "generate"):
+        export = f"{command_for('lab export')} {run} --out FOLDER"
+        commands = {"use it in transformers": export}
+    else:
+        commands = {"generate text": f"{sample} --model {model}"}
+        if trainer.cfg.preset == "sft":
+            commands = {"chat with it": f"{sample} --chat --model {model}"}
+        commands["try it in a browser"] = f"{command_for('lab serve')} {model}"
+        gpt2 = Path(program_file(type(trainer))).name == "train_gpt2.py"
+        small = trainer.raw_model.num_params() <= 15e6
+        own_tokenizer = trainer.raw_model.config.tokenizer.endswith(".json")
+        if gpt2 and small and not own_tokenizer:
+            export = f"{command_for('lab export')} {run} --html my-model.html"
+            commands["export it as a web page"] = export
+    commands["see curves and samples"] = f"{report} {run}"
+    commands["compare two runs"] = f"{report} {run} {other}"
+    return commands

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lab.cli import RunError, UserError, wrap
+from lab.cli import RunError, UserError, listed, wrap
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import AsyncCopy
 from lab.files import atomic_write, finite_json
@@ -113,11 +113,10 @@ class HealthMonitor:
     def warn_without_gradient(self, grads: dict[str, Any]) -> None:
         without = [name for name, p in self.named_params if p.requires_grad and name not in grads]
         if without:
-            more = f" and {len(without) - 1} more" * (len(without) > 1)
             self.world.print0(
                 wrap(
                     "warning: the loss does not depend on some parameters, so they are not trained: "
-                    f"{without[0]}{more}; are they unused, or is there a detach() or no_grad()?"
+                    f"{listed(without, 1)}; are they unused, or is there a detach() or no_grad()?"
                 )
             )
 
@@ -191,8 +190,7 @@ class HealthMonitor:
         bad = [i for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
         mine = [name for i in bad for name in loader.sequence_names(sequences.start, i)]
         names = [name for part in self.world.gather(mine) for name in part]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        where = f" (sequences at {', '.join(names[:3])}{more})" if names else ""
+        where = f" (sequences at {listed(names, 3)})" if names else ""
         raise RunError(f"{problem} at step {step}{where}; {self.recovery_hint(spike)}", step)
 
     def recovery_hint(self, spike: bool = False) -> str:

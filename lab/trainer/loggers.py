@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.cli import RunError, UserError, eprint, format_error, shell_quote
 from lab.files import check_regular, finite_json, write_errors
-from lab.program import class_path
+from lab.program import program_file
 from lab.trainer.console import Console
 from lab.trainer.run_dir import config_dict
 
@@ -113,7 +113,7 @@ class RunLogger:
 def typed_command(trainer: Any) -> dict[str, str]:
     """{"command": the command that started this run}, for lab report; empty if another program did, such
     as a notebook."""
-    program = Path(class_path(type(trainer)).rpartition(":")[0]).name
+    program = Path(program_file(type(trainer))).name
     if Path(sys.argv[0]).name != program:
         return {}
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
