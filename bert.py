@@ -88,7 +88,7 @@ class BertTrainConfig(train_gpt2.TrainConfig):
     run with --seq_len 128 and Muon, bert-base's loss falls slowly for the first 2,400 steps, to 5.8 nats
     (unigram baseline: 6.9), and then suddenly (docs/LOG.md#bert-h200)."""
 
-    preset: str = "bert-base"  # source of the other defaults: bert-base or laptop
+    preset: str = "bert-base"  # model and other defaults: bert-base or laptop
     data: str = "data/wikitext103"  # folder of token shards (fineweb.py --tokenizer wordpiece)
     total_batch_size: int = 16384  # tokens per update, over all processes (32 sequences)
     seq_len: int = 512  # tokens per sequence

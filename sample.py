@@ -113,10 +113,8 @@ def check(cfg: Config) -> None:
     }
     for name, (valid, rule) in rules.items():
         require(valid, f"{name}={getattr(cfg, name)} must be {rule}")
-    require(
-        not cfg.chat or not (cfg.prompt or cfg.html),
-        "--chat reads messages from stdin and writes no page; leave out the prompt and --html",
-    )
+    require(not (cfg.chat and cfg.prompt), "--chat reads messages from stdin; leave out the prompt")
+    require(not (cfg.chat and cfg.html), "--chat writes no page; leave out --html")
     name = " ".join(cfg.prompt)
     require(
         cfg.model or not is_model(name),

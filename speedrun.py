@@ -1,8 +1,8 @@
 """Train a GPT with today's methods: a loss of 3.48 nats after a minute on one H200, where GPT-2's recipe
 has 5.02 (docs/LOG.md#race-h200).
 
-    python speedrun.py                                 # two minutes on two CPU cores
-    python speedrun.py --preset speedrun --fp8 all     # 43 s on an H200
+    python speedrun.py                              # two minutes on two cores
+    python speedrun.py --preset speedrun --fp8 all  # 43 s on an H200
     torchrun --standalone --nproc_per_node=4 speedrun.py --preset speedrun
     python speedrun.py --preset small-data --fp8 all --data data/mine
 
@@ -91,7 +91,7 @@ class TrainConfig(train_gpt2.TrainConfig):
     """train_gpt2.TrainConfig with other defaults and a peak learning rate for each kind of parameter;
     all follow the same schedule."""
 
-    preset: str = "speedrun"  # source of the other defaults: speedrun, small-data, laptop, sft
+    preset: str = "speedrun"  # model and other defaults: speedrun, small-data, laptop, sft
     total_batch_size: int = 65536  # tokens per update, over all processes
     max_steps: int = 480  # number of updates
     parallel: ClassVar = "ddp"  # not a flag, because ZeRO-1 and FSDP2 shard AdamW only

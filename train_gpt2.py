@@ -120,7 +120,7 @@ class TrainConfig(settings.RunConfig):
     batch_size: int = 0  # sequences per process and micro-step; 0: as many as fit, up to 64
     seq_len: int = 1024  # tokens per sequence
     # optimizer
-    max_steps: int = 19073  # number of updates (gpt2: 10e9 tokens / 524288)
+    max_steps: int = 19073  # number of updates (gpt2: for 10B tokens)
     # optimizer of the matrices in blocks; other weights use adamw. muon: see lab/optim/muon.py
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 6e-4  # peak learning rate of AdamW

@@ -290,11 +290,16 @@ def pre_import_setup() -> None:
     Importing torch takes a second or more. Ctrl-C during the import then ends the process immediately; a
     KeyboardInterrupt would print a traceback through numpy and torch, or be ignored there.
     """
-    if importlib.util.find_spec("torch") is None:
-        print(
-            "error: PyTorch is not installed for this Python; either run `make train` once and "
-            "use .venv/bin/python, or run `pip install -r requirements.txt`", file=sys.stderr,
-        )  # fmt: skip
+    problem = ""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        problem = f"this is Python {sys.version.split()[0]}, but 3.11 or newer is needed"
+    elif importlib.util.find_spec("torch") is None:
+        problem = (
+            "PyTorch is not installed for this Python; either run `make train` once and use "
+            ".venv/bin/python, or run `pip install -r requirements.txt`"
+        )
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -30,6 +30,7 @@ GPUS = {
 }  # fmt: skip
 # words in the names of variants that are not in the table
 UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "D", "MIG", "H200 NVL", "H800 PCIe")
+CPU_FLOPS = 1e11  # rough FLOP/s of a process; used to warn about models too large for a CPU
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -395,7 +395,8 @@ BAD = {  # file name, content, more arguments, pattern of the error message
         r"line 21: .* NUL char",
     ),
     "Latin-1": ("a.txt", b"one\nna\xefve\n", "", r"a\.txt, line 2: byte 0xef is not UTF-8.*iconv"),
-    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "contains no text"),
+    "PDF": ("a.txt", b"%PDF-1.7\n", "", r"a\.txt: is a PDF; convert it to text"),
+    "empty file": ("a.jsonl", b'{"text": " "}\n', "", "the files of a contain no text"),
     "role": (
         "a.jsonl",
         ASKED.replace(b"user", b"bot"),

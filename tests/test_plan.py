@@ -154,6 +154,7 @@ def test_named_gpus(monkeypatch):
     """Names typed by the user, and reported by CUDA; a variant that is not listed has no peak."""
     for text, gpu, gib in (
         ("h100 pcie", "H100 PCIe", 80), ("A100 80GB", "A100", 80), ("RTX 4090", "RTX 4090", 24),
+        ("rtx3060 12GB", "RTX 3060", 12),
     ):  # fmt: skip
         found = plan.named_gpu(text)
         assert (found.gib, found.tflops) == (gib, gpu and GPUS[gpu][0])

@@ -200,7 +200,7 @@ def fill_shards(
         save_shard(out_dir, manifest, np.concatenate(parts))
     if not manifest["shards"]:
         raise UserError(
-            f"the source of {manifest['data']} contains no text; choose another with --source"
+            f"the files of {manifest['data']} contain no text; choose others with --source"
         )
     return True
 

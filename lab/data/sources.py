@@ -90,7 +90,7 @@ def one_kind(
     if not kind:
         raise UserError(
             f"{place} contains nothing to read; supported are *.parquet, *.jsonl, *.json, *.txt and "
-            "*.md, the last four also with .gz or .zst"
+            "*.md, the last four also with .gz or .zst; convert others, such as .pdf and .docx, to .txt"
         )
     skipped = sorted(f.name for f in files if f.kind != kind)
     if skipped and strict:
@@ -210,12 +210,16 @@ def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
+        if block.startswith(b"%PDF-"):
+            raise UserError(
+                f"{file.path}: is a PDF; convert it to text, for example with pdftotext"
+            )
         if b"\0" in block:
             number = line + block.count(b"\n", 0, block.index(b"\0"))
             raise UserError(
-                f"{file.path}, line {number}: contains NUL bytes, as UTF-16 does, but text must be "
-                "UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`, or remove single ones with "
-                r"`tr -d '\0'`"
+                f"{file.path}, line {number}: contains NUL bytes, as UTF-16 and files that are not text "
+                "do, but text must be UTF-8; convert UTF-16 with `iconv -f UTF-16 -t UTF-8`, or remove "
+                r"single ones with `tr -d '\0'`"
             )
         yield Unit(file, file_index, index, block, line)
         line += block.count(b"\n")

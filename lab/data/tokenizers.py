@@ -107,9 +107,9 @@ class GPT2Tokenizer(Tokenizer):
             self._plain = plain = tiktoken.get_encoding("gpt2")
         except Exception as error:  # its type depends on the HTTP library
             raise UserError(
-                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}); connect to "
-                "the internet once, set TIKTOKEN_CACHE_DIR to a folder that contains them, or pass "
-                "--tokenizer bytes to fineweb.py, which needs no files"
+                f"GPT-2's tokenizer files could not be downloaded ({type(error).__name__}); pass "
+                "--tokenizer bytes to fineweb.py, which needs no files, connect to the internet once, or set "
+                "TIKTOKEN_CACHE_DIR to a folder that contains them"
             ) from error
         super().__init__("gpt2", [plain.decode_single_token_bytes(i) for i in range(plain.n_vocab)])
         self._fast = tiktoken.Encoding(

@@ -31,7 +31,7 @@ from lab.config import parse_flags, resolve_vocabulary
 from lab.data.loader import grad_accum_steps, step_text
 from lab.data.manifest import read_manifest
 from lab.distributed import World
-from lab.hardware import GPUS, compile_unsupported_reason, total_memory
+from lab.hardware import CPU_FLOPS, GPUS, compile_unsupported_reason, total_memory
 from lab.kernels.fused_mlp import is_supported
 from lab.precision import Precision
 from lab.tools.memory import (
@@ -73,9 +73,10 @@ def named_gpu(text: str) -> GPU:
     """The GPU of "H100", "rtx 4090", "A100 80GB" or "24GB". Raises UserError for unknown ones."""
     match = re.fullmatch(r"(.*?) *(?:([0-9]{1,5}(?:\.[0-9]+)?) *GI?B)?", text.strip().upper())
     name, size = match.groups() if match else ("", None)
-    known = {gpu.upper(): gpu for gpu in GPUS}
+    name = name.replace(" ", "")
+    known = {gpu.upper().replace(" ", ""): gpu for gpu in GPUS}
     if (name not in known if name else not size) or (size and float(size) <= 0):
-        near = sorted((gpu for gpu in GPUS if name and name in gpu.upper()), key=len)
+        near = sorted((gpu for key, gpu in known.items() if name and name in key), key=len)
         text = " ".join(text.split())[:40]
         raise UserError(
             f"gpu={text} is not in the list of `python -m lab plan --help`; a memory size works too: "
@@ -119,7 +120,7 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
         if usual == "none":
             return f"{start}{checkpointed} with --activation_checkpointing; without it, none fits."
         if usual == checkpointed:
-            return f"{start}{usual}, also with --activation_checkpointing."
+            return f"{start}{usual}; --activation_checkpointing would not make it larger."
         return f"{start}{usual}; with --activation_checkpointing, {checkpointed}."
     if s.cfg.precision == "fp16" or s.cfg.optimizer != "adamw":  # FSDP2 supports neither
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
@@ -223,6 +224,9 @@ def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> bo
     fits."""
     cfg, left, (peak_bytes, phase) = s.cfg, free_gib(s, gpu), peak(s)
     fits = f"fits, with {left:.1f} GiB left"
+    minutes = s.shapes.flops_per_token(cfg.seq_len) * cfg.total_batch_size / CPU_FLOPS / 60
+    if s.device_type == "cpu" and minutes > 1:
+        fits += f", but without a GPU a step takes roughly {minutes:,.0f} minutes"
     if left < 0:
         fits = f"does not fit; it needs {-left:.1f} GiB more"
     print_row("verdict", f"batch_size={cfg.batch_size} {fits}. {what_fits(s, gpu)}")

@@ -46,11 +46,10 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         word = f"good (below two thirds of the unigram loss, {unigram:.3f})"
     elif loss < unigram:
         word = f"a start (below the unigram loss, {unigram:.3f}, but not below two thirds of it)"
-    likely = perplexity(loss)
     text = (
-        f"{shown} {word}: a perplexity of {likely}, like guessing among {likely} equally likely tokens, "
-        f"compared with {perplexity(unigram)} for a model without context (unigram) and "
-        f"{perplexity(uniform)} for a uniform guess"
+        f"{shown} {word}. It is like guessing among {perplexity(loss)} equally likely tokens (the "
+        f"perplexity); a model without context (unigram) has {perplexity(unigram)}, a uniform guess "
+        f"{perplexity(uniform)}"
     )
     same_text = settings.get("data") == "data/builtin" and vocab_sizes([log]) == [257]
     if same_text and "accuracy" not in log["val"][-1] and loss > 1.05 * LAPTOP_LOSS:

@@ -23,12 +23,11 @@ from lab.cli import (
 )
 from lab.data.loader import grad_accum_steps, step_text
 from lab.data.tokenizers import END_OF_TEXT, printable
+from lab.hardware import CPU_FLOPS
 from lab.program import program_file
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
-
-CPU_FLOPS = 1e11  # rough FLOP/s of a process; used to warn about models too large for a CPU
 
 
 class Console:
@@ -264,25 +263,28 @@ def summary(trainer, stopped: str) -> None:
     if (run_dir / "model_best.pt").exists():
         best = "; model_best.pt is the saved one with the lowest validation loss, "
         best += f"{trainer.best_val:.4f}"
+        if trainer.cfg.preset == "sft":
+            best += ", but the answers of the last one are usually better"
+    worse = False
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
+        worse = is_worse(log)
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
-        # where the loss of a chat model is lowest, its answers are still nonsense
-        if best and not stopped and is_worse(log) and trainer.cfg.preset != "sft":
+        if best and not stopped and worse and trainer.cfg.preset != "sft":
             model = run_dir / "model_best.pt"
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")
     commands = next_commands(trainer, shell_quote(model))
     if stopped:
         commands = {"finish it": resume} | commands
-    else:
+    elif not worse:
         commands["train it further"] = f"{resume} --max_steps TOTAL"
     lines = [f"  {purpose:23}  {command}" for purpose, command in commands.items()]
     # on a narrow terminal, commands get their own lines, which are not wrapped, so that they can be copied
     if 0 < terminal_width(sys.stdout) < max(map(len, lines)):
         lines = [f"  {purpose}\n    {command}" for purpose, command in commands.items()]
-    if not stopped:
+    if not (stopped or worse):
         lines.append(f"TOTAL counts all steps, including the {trainer.step:,} already done.")
     trainer.world.print0("\n".join(lines))
 
@@ -297,8 +299,7 @@ def resume_command(trainer) -> str:
 
 def next_commands(trainer, model: str) -> dict[str, str]:
     """{purpose: command}: what to do with the run besides training. model: its best checkpoint or folder."""
-    run, other = shell_quote(trainer.run_dir), shell_quote(trainer.run_dir.parent / "OTHER")
-    sample, report = command_for("sample.py"), command_for("lab report")
+    run, sample = shell_quote(trainer.run_dir), command_for("sample.py")
     if not hasattr(trainer.raw_model, "generate"):
         export = f"{command_for('lab export')} {run} --out FOLDER"
         commands = {"use it in transformers": export}
@@ -313,6 +314,5 @@ def next_commands(trainer, model: str) -> dict[str, str]:
         if gpt2 and small and not own_tokenizer:
             export = f"{command_for('lab export')} {run} --html my-model.html"
             commands["export it as a web page"] = export
-    commands["see curves and samples"] = f"{report} {run}"
-    commands["compare two runs"] = f"{report} {run} {other}"
+    commands["see curves and samples"] = f"{command_for('lab report')} {run}"
     return commands
