@@ -38,9 +38,9 @@ class SignalHandler:
             signal.signal(number, handler)
 
     def receive(self, number: int, frame) -> None:
-        # a second Ctrl-C ends the process at once, even inside an operation of PyTorch that takes minutes
-        if signal.SIGINT in self.previous:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        # set before the message, after which a user may press Ctrl-C again
         first, self.name = not self.name, signal.Signals(number).name
         if self.name == "SIGHUP":  # the terminal is gone: discard our output
             for fd in self.terminals:
