@@ -140,8 +140,8 @@ def main(argv: list[str]) -> int:
         raise
     print(summary(manifest, cfg.out, time.monotonic() - t0))
     chats = " --preset sft --init_from RUN" if manifest["context"] else ""
-    if manifest["tokens"] < 100_000 and not chats:
-        print("note: a model learns so little text by heart; 1 MB or more is better")
+    if manifest["tokens"] * (1 if cfg.tokenizer == "bytes" else 4) < 1e6 and not chats:
+        print("note: this is less than 1 MB of text, which a model soon learns by heart")
     print(f"train on them: {command_for('train_gpt2.py')} --data {shell_quote(cfg.out)}{chats}")
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print("there is no GPU: a small model trains faster on data with --tokenizer bytes")

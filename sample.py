@@ -132,7 +132,7 @@ def is_model(name: str) -> bool:
     # os.path, because Path.exists raises OSError for a long text
     if name.endswith(".pt"):
         return os.path.isfile(name)
-    return bool(name) and any(
+    return bool(name.strip(".")) and any(
         os.path.exists(os.path.join(folder, "config.json")) for folder in (name, f"log/{name}")
     )
 

@@ -7,7 +7,7 @@ import sys
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from lab.cli import UserError, run_main, set_omp_wait_policy
+from lab.cli import UserError, check_python, run_main, set_omp_wait_policy
 
 TOOLS = {
     "export": "write a model as a folder for transformers, or as a web page",
@@ -21,6 +21,7 @@ TOOLS = {
 
 def main(argv: list[str]) -> int | None:
     """Run the tool that argv names, or print the list of tools."""
+    check_python()
     name = argv[0] if argv else "--help"
     if name in TOOLS:
         set_omp_wait_policy()  # must run before torch is imported

@@ -3,6 +3,8 @@
 Imports nothing slow, so that a mistyped command fails immediately.
 """
 
+from __future__ import annotations  # so that an old Python gets as far as check_python()
+
 import contextlib
 import errno
 import importlib.util
@@ -284,22 +286,26 @@ def command_for(name: str) -> str:
     return f"{python} {path} {tool}".rstrip()
 
 
+def check_python() -> None:
+    """Exit with status 2 if this Python is too old."""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        version = sys.version.split()[0]
+        print(f"error: this is Python {version}, but 3.11 or newer is needed", file=sys.stderr)
+        sys.exit(2)
+
+
 def pre_import_setup() -> None:
     """Set up SIGINT handling and the OpenMP wait policy; call it before importing torch.
 
     Importing torch takes a second or more. Ctrl-C during the import then ends the process immediately; a
     KeyboardInterrupt would print a traceback through numpy and torch, or be ignored there.
     """
-    problem = ""
-    if sys.version_info < (3, 11):  # noqa: UP036
-        problem = f"this is Python {sys.version.split()[0]}, but 3.11 or newer is needed"
-    elif importlib.util.find_spec("torch") is None:
-        problem = (
-            "PyTorch is not installed for this Python; either run `make train` once and use "
-            ".venv/bin/python, or run `pip install -r requirements.txt`"
-        )
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
+    check_python()
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "error: PyTorch is not installed for this Python; either run `make train` once and "
+            "use .venv/bin/python, or run `pip install -r requirements.txt`", file=sys.stderr,
+        )  # fmt: skip
         sys.exit(2)
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)

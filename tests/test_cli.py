@@ -182,6 +182,8 @@ BAD = {
     "--learning_rate 1e-3": "--learning_rate is not a flag of this program; pass --lr instead",
     "--learnig-rate=1e-3": "--learnig-rate is not a flag of this program; pass --lr instead",
     "speedrun.py --max_iters 9": "--max_iters is not a flag of this program; pass --max_steps instead",
+    "sample.py ab --chat": "--chat reads messages from stdin; leave out the prompt$",
+    "sample.py --chat --html a.html": "--chat writes no page; leave out --html$",
     "sample.py ab --temperature -1": r"temperature=-1.0 must be at least 0 \(greedy\)",
     "sample.py ab --temperature nan": "temperature=nan must be a finite number",
     "sample.py ab --top_p 1.5": "top_p=1.5 must be above 0",
@@ -231,6 +233,14 @@ def test_programs_name_a_missing_pytorch(tmp_path, file):
     done = run_python("-S", ROOT / file, cwd=tmp_path)  # without site-packages
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "error: PyTorch is not installed for this Python" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "call", ["lab.cli; lab.cli.pre_import_setup()", "lab.__main__; lab.__main__.main([])"]
+)
+def test_an_old_python_is_named(call):
+    done = run_python("-c", f"import sys; sys.version_info = (3, 9); import {call}", cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.endswith("but 3.11 or newer is needed\n")
 
 
 def test_a_package_that_a_tool_imports_late_is_named_too(tmp_path):

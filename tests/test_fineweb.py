@@ -220,7 +220,8 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     assert "1 jsonl file(s), skipping 23 other(s): a.txt, b.txt.bz2, c.csv, d.log, e0.log, " in err
     assert "e7.log and 3 more\n" in err
     make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
-    assert "skipping" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "skipping" not in said.err and "less than 1 MB of text" in said.out
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links and FIFOs")

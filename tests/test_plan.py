@@ -244,7 +244,8 @@ def test_measured_here(capsys, tmp_path, monkeypatch):
     assert "fits" in text and "measured now" in text and "minutes for 1,000 steps" in text
     assert "$" not in text and not list(tmp_path.iterdir())
     # steps that would take minutes are not run
-    assert "no forecast" in planned(capsys, "--preset gpt2 --device cpu --data", tmp_path)
+    text = planned(capsys, "--preset gpt2 --device cpu --data", tmp_path)
+    assert "without a GPU a step takes roughly 75 minutes" in text and "no forecast" in text
 
 
 def test_epochs_of_the_data_are_named(capsys, tmp_path, monkeypatch):

@@ -380,6 +380,7 @@ def test_a_model_in_the_place_of_the_prompt_is_an_error(runs, capfd):
         with pytest.raises(UserError, match=f"prompt={name} is a run or a .* as --model {name},"):
             sample.main([name])
     assert call(capfd, "old", "--model", "old", "--max_new_tokens", 2)[0] == "oldzz\n"
+    Path("config.json").write_text("{}")
     for text in ("olds", "log", ".", "a.pt", "a\nb " * 999):
         assert not sample.is_model(text)
 

@@ -43,7 +43,7 @@ def test_signal_saves_and_stops_the_run_after_its_step(tmp_path, start_training,
     for _ in range(times):
         process.signal(getattr(signal, name))
     assert_saved_and_stopped(process, tmp_path, name)
-    assert "finishing the current step; press Ctrl-C again to quit immediately" in process.stderr
+    assert "finishing the current step; press Ctrl-C again to quit without saving" in process.stderr
     said = rf"{name}: saved after step \d+ in log/r; `.*--resume --run_name r` continues it"
     assert re.search(said, process.stdout)
 

@@ -16,7 +16,7 @@ from lab.eval.blimp_published import PUBLISHED
 from lab.tools.read_log import read_log
 from lab.tools.verdict import LAPTOP_LOSS, loss_verdict, lower_lr_hint
 
-FINISHING = "finishing the current step; press Ctrl-C again to quit immediately"
+FINISHING = "finishing the current step; press Ctrl-C again to quit without saving"
 ANSI = re.compile(r"\033\[[0-9;]*m")
 
 

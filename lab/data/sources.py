@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,7 +211,7 @@ def units_of(file: File, file_index: int, column: str) -> Iterator[Unit]:
         return
     line = 1
     for index, block in enumerate(blocks_of(file)):
-        if block.startswith(b"%PDF-"):
+        if index == 0 and re.match(rb"%PDF-\d\.\d[\r\n]", block):
             raise UserError(
                 f"{file.path}: is a PDF; convert it to text, for example with pdftotext"
             )

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from lab.batch_size import candidate_batch_sizes
-from lab.cli import UserError, bold, fill_paragraphs
+from lab.cli import UserError, bold, counted, fill_paragraphs
 from lab.config import parse_flags, resolve_vocabulary
 from lab.data.loader import grad_accum_steps, step_text
 from lab.data.manifest import read_manifest
@@ -226,7 +226,7 @@ def report(s: MemorySpec, gpu: GPU, reason: str, args: argparse.Namespace) -> bo
     fits = f"fits, with {left:.1f} GiB left"
     minutes = s.shapes.flops_per_token(cfg.seq_len) * cfg.total_batch_size / CPU_FLOPS / 60
     if s.device_type == "cpu" and minutes > 1:
-        fits += f", but without a GPU a step takes roughly {minutes:,.0f} minutes"
+        fits += f", but without a GPU a step takes roughly {counted(round(minutes), 'minute')}"
     if left < 0:
         fits = f"does not fit; it needs {-left:.1f} GiB more"
     print_row("verdict", f"batch_size={cfg.batch_size} {fits}. {what_fits(s, gpu)}")

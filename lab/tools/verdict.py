@@ -1,4 +1,4 @@
-"""Whether a run's validation loss is good: a sentence that a run prints at its end and lab report shows."""
+"""Whether a run's validation loss is good: what a run prints at its end and lab report shows."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ LAPTOP_LOSS = 1.31  # of `make train`, in nats per byte: readme.assets/runs/lapt
 
 
 def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
-    """A sentence on whether the last validation loss is good; "" without one after step 0, or without
+    """Sentences on whether the last validation loss is good; "" without one after step 0, or without
     a loss to compare it with. settings: the fields of the run's TrainConfig."""
     steps, losses = column(log, "val", "loss")
     start = (log.get("start") or [{}])[-1]

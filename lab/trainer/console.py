@@ -157,7 +157,7 @@ class Console:
         minutes = flops / CPU_FLOPS / world.world_size / 60
         if world.device.type == "cpu" and minutes > 1:
             yield (
-                f"without a GPU, one step of this model takes roughly {minutes:,.0f} minutes; "
+                f"without a GPU, one step of this model takes roughly {counted(round(minutes), 'minute')}; "
                 "--preset laptop takes two minutes in total"
             )
 
@@ -268,10 +268,11 @@ def summary(trainer, stopped: str) -> None:
     worse = False
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
-        worse = is_worse(log)
+        # where the loss of a chat model is lowest, its answers are still nonsense
+        worse = is_worse(log) and trainer.cfg.preset != "sft"
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
-        if best and not stopped and worse and trainer.cfg.preset != "sft":
+        if best and not stopped and worse:
             model = run_dir / "model_best.pt"
     contents = f"log.jsonl (all numbers),{curve} TensorBoard events and checkpoints{best}"
     say(f"\n{run_dir}/ contains {contents}.\nNext:")

@@ -10,7 +10,7 @@ class GracefulStop(Exception):
 
 
 class SignalHandler:
-    """Context manager: the first signal requests a graceful stop, a second Ctrl-C quits immediately.
+    """Context manager: the first signal requests a graceful stop, a second Ctrl-C quits.
 
     Other signals may repeat: terminals send SIGHUP twice, and torchrun forwards a SIGTERM that its
     processes have already received.
@@ -48,7 +48,7 @@ class SignalHandler:
         elif first and self.world.is_main:
             with contextlib.suppress(OSError):
                 os.write(
-                    2, b"\nfinishing the current step; press Ctrl-C again to quit immediately\n"
+                    2, b"\nfinishing the current step; press Ctrl-C again to quit without saving\n"
                 )
 
     def check(self) -> None:
