@@ -6,10 +6,10 @@ teachers.
     torchrun --standalone --nproc_per_node=4 bench/distill.py --teachers log/seed1 log/seed2 \\
         --preset small-data --fp8 all --data data/mine --run_name student
 
-It measures how much of the lower loss of an ensemble (bench/ensemble.py) a single model can reach: at 124M
-seven eighths of it (docs/LOG.md#distill-124m). Only the training loss differs from speedrun.py: it is the
-cross-entropy with the mean probability of the teachers, in nats per token. Validation has the usual loss,
-and a checkpoint is that of a speedrun.py model.
+It measures how much of the lower loss of an ensemble (bench/ensemble.py) a single model can reach:
+seven eighths of it at GPT-2's size (docs/LOG.md#distill-124m). Only the training loss differs from
+speedrun.py: it is the cross-entropy with the mean probability of the teachers, in nats per token.
+Validation has the usual loss, and a checkpoint is that of a speedrun.py model.
 
 With --fp8 all the student's MLPs compute in 8 bits; its head and the teachers compute in bf16. The logged
 MFU does not count the teachers, and --batch_size 0 does not count their memory.

@@ -5,7 +5,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -294,8 +293,7 @@ def resume_command(trainer) -> str:
     """The command that continues the run."""
     folder, name = trainer.run_dir.parent, shell_quote(trainer.run_dir.name)
     log_dir = "" if str(folder) == "log" else f"--log_dir {shell_quote(folder)} "
-    command = command_for(Path(program_file(type(trainer))).name)
-    return f"{command} --resume {log_dir}--run_name {name}"
+    return f"{command_for(program_file(type(trainer)))} --resume {log_dir}--run_name {name}"
 
 
 def next_commands(trainer, model: str) -> dict[str, str]:
@@ -309,7 +307,7 @@ def next_commands(trainer, model: str) -> dict[str, str]:
         if trainer.cfg.preset == "sft":
             commands = {"chat with it": f"{sample} --chat --model {model}"}
         commands["try it in a browser"] = f"{command_for('lab serve')} {model}"
-        gpt2 = Path(program_file(type(trainer))).name == "train_gpt2.py"
+        gpt2 = program_file(type(trainer)) == "train_gpt2.py"
         small = trainer.raw_model.num_params() <= 15e6
         own_tokenizer = trainer.raw_model.config.tokenizer.endswith(".json")
         if gpt2 and small and not own_tokenizer:
