@@ -33,7 +33,7 @@ from drawing import (
     write,
 )
 from kernels import CLASSES, communication, read_extract
-from records import ROOT, RUNS
+from records import ROOT, RUNS, grouped
 from rungs import raced
 from tyro.conf import Positional
 
@@ -42,8 +42,7 @@ from lab.files import check_writable
 from lab.tools.plot_style import PAPER, color_of, style
 from lab.tools.read_log import short
 
-# tokens/s of other published programs for the same work on an H200, measured outside this repository
-PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
+LLM_C = 538_485  # its tokens/s for the same work on an H200, measured outside this repository
 
 
 # ------------------------------------------------------------------------------------ the ladder
@@ -51,13 +50,12 @@ PEERS = {"build-nanogpt": 519_244, "nanoGPT": 527_360, "llm.c": 538_485}
 
 @made_by("python bench/ladder.py")
 def ladder(runs, out_path, dark):
-    """tokens/s of each rung of the first shape, with the part that it adds in a paler color, and of other
-    programs."""
-    shape, rungs = newest(runs, "rungs", "tok_per_s")
+    """tokens/s of each rung for GPT-2 124M, with the part that it adds in a paler color, and of other
+    programs (median of the last race of bench/peers.py)."""
+    _, rungs = newest(runs, "rungs", "tok_per_s")
     speeds = {rung: row["tok_per_s"] for rung, row in rungs.items()}
     first, *_, last = speeds.values()
-    name = "GPT-2 124M" if shape == "gpt2" else shape
-    title = f"{name}, tokens a second on one H200: {short(first)} to {short(last)}"
+    title = f"GPT-2 124M, tokens/s on one H200: {short(first)} to {short(last)}"
     figure, ax = blank(1.5 + 0.34 * len(speeds), title, where_and_when(rungs.values()))
     parts, texts, before = {}, [], first
     for rung, now in speeds.items():
@@ -69,9 +67,13 @@ def ladder(runs, out_path, dark):
     # so that no line runs through a text
     box = dict(facecolor=PAPER[dark]["paper"], edgecolor="none", pad=1)
     bars(ax, parts, looks, texts, room=1.2, bbox=box)
-    peers = sorted(PEERS.items(), key=lambda peer: -peer[1]) if shape == "gpt2" else ()
+    _, race = grouped(records(runs, "peers", "tok_per_s"), "race").popitem()
+    rates = grouped(race, "program")
+    peers = {"llm.c": LLM_C}
+    for name, program in {"nanoGPT": "nanogpt", "build-nanogpt": "build_nanogpt"}.items():
+        peers[name] = statistics.median(r["tok_per_s"] for r in rates[program])
     # a dashed line from the program's name downwards, interrupted behind the texts of rungs
-    for top, (name, rate) in enumerate(peers):
+    for top, (name, rate) in enumerate(peers.items()):
         ys = []
         for y, now in list(enumerate(speeds.values()))[top:]:
             hidden = now < rate < now + 0.14 * max(speeds.values())
