@@ -209,6 +209,8 @@ def test_time_and_money(capsys):
     flops = 855.37e6 + 2 * 12 * 12 * 768**2 + 4 * 12 * 768 * 1024
     assert f"{0.5 * 989e12 / flops / 1000:,.0f}," in again
     assert "no forecast" in planned(capsys, "--gpu 80GB")
+    assert "assuming 48% (--mfu; measured at 124M)" in planned(capsys, "--gpu H100")
+    assert "assuming 40% (--mfu)" in planned(capsys, "--gpu A100")
 
 
 def test_table_in_docs_is_what_the_command_prints(capsys):

@@ -47,7 +47,9 @@ from lab.tools.memory import (
 from lab.tools.read_log import short
 
 FRAGMENTATION = 0.05  # fraction of memory lost, the same as in find_max_batch_size
-MFU = 0.4  # assumed for another GPU, if a micro-step takes at least a millisecond per layer
+# assumed for a named GPU, if a micro-step takes at least a millisecond per layer
+MFU = 0.4
+MEASURED_MFU = {"H100": 0.48, "H200": 0.5}  # of 124M in bf16 (docs/SPEED.md#one-gpu)
 # scaling efficiency, throughput of n GPUs / (n x throughput of one), from docs/SPEED.md: DDP without
 # accumulation; modes that communicate less (ZeRO-1, or DDP with accumulation); FSDP2, which communicates
 # in each micro-step even with accumulation
@@ -179,7 +181,8 @@ def measured_throughput(s: MemorySpec, device: torch.device) -> tuple[float, str
 def estimated_throughput(s: MemorySpec, gpu: GPU, asked_mfu: float | None) -> tuple[float, str]:
     """(tokens/s of one GPU at an MFU of asked_mfu or the default, or 0; how it was computed, or why
     there is no forecast)."""
-    flops, mfu, L = s.shapes.flops_per_token(s.cfg.seq_len), asked_mfu or MFU, s.model.n_layer
+    flops, L = s.shapes.flops_per_token(s.cfg.seq_len), s.model.n_layer
+    mfu = asked_mfu or MEASURED_MFU.get(gpu.name, MFU)
     if gpu.tflops is None or s.bytes == 4:
         return 0, "no forecast: only the 16-bit peaks of named GPUs, such as H100, are known"
     if s.model.activation_checkpointing:  # each block's forward pass runs twice
@@ -188,12 +191,12 @@ def estimated_throughput(s: MemorySpec, gpu: GPU, asked_mfu: float | None) -> tu
     micro_ms = 1000 * s.positions / tok_per_s
     if not asked_mfu and micro_ms < L:
         return 0, (
-            f"no forecast: at {MFU:.0%} MFU a micro-step would take {micro_ms:.2g} ms, but less than "
+            f"no forecast: at {mfu:.0%} MFU a micro-step would take {micro_ms:.2g} ms, but less than "
             "1 ms per layer does not keep a GPU busy; pass the MFU to assume with --mfu"
         )
-    why = (
-        f"assuming {mfu:.0%} (--mfu) of {gpu.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP per token"
-    )
+    why = f"assuming {mfu:.0%} (--mfu"
+    why += "; measured at 124M" * (not asked_mfu and gpu.name in MEASURED_MFU)
+    why += f") of {gpu.tflops} TFLOP/s at {flops / 1e6:,.0f} MFLOP per token"
     return tok_per_s, why + "; the speedup of 8 bits is not included" * (s.cfg.fp8 != "off")
 
 
@@ -292,7 +295,8 @@ def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     gpus = f"another GPU: {', '.join(GPUS)}; a memory size, 24GB; or both, A100 80GB"
     parser.add_argument("--gpu", help=gpus)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (1)")
-    parser.add_argument("--mfu", type=float, help=f"fraction of that GPU's peak to assume ({MFU})")
+    usual = f"{MFU}; " + ", ".join(f"{name} {mfu}" for name, mfu in MEASURED_MFU.items())
+    parser.add_argument("--mfu", type=float, help=f"fraction of its peak to assume ({usual})")
     parser.add_argument("--price", type=float, help="dollars per GPU-hour (3; RTX cards: 0)")
     parser.add_argument("--preset", help=f"one of train_gpt2.py's: {', '.join(PROGRAM.PRESETS)}")
     args, rest = parser.parse_known_args(argv)
