@@ -8,7 +8,7 @@ fineweb.py encodes documents with them; everything that prints text decodes with
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,16 @@ def byte_bpe(vocab: dict[str, int] | None = None) -> "HuggingFaceTokenizer":
     return tokenizer
 
 
+def first_texts(texts: Iterable[str]) -> Iterator[str]:
+    """The texts to learn a vocabulary from, with a progress bar: the first MAX_TRAIN_CHARS of `texts`."""
+    remaining = MAX_TRAIN_CHARS
+    for text in progress(texts, "learning a vocabulary", "text"):
+        yield text.encode("utf-8", "replace").decode()
+        remaining -= len(text)
+        if remaining < 0:
+            break
+
+
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> "HuggingFaceTokenizer":
     """Learn at most vocab_size ids from `texts`: 256 bytes, merges, and end-of-text.
 
@@ -186,17 +196,8 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> "HuggingFaceTokeniz
         vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=sorted(byte_names()),
         show_progress=False,
     )  # fmt: skip
-
-    def first_texts():
-        remaining = MAX_TRAIN_CHARS
-        for text in progress(texts, "learning a vocabulary", "text"):
-            yield text.encode("utf-8", "replace").decode()
-            remaining -= len(text)
-            if remaining < 0:
-                break
-
     tokenizer = byte_bpe()
-    tokenizer.train_from_iterator(first_texts(), trainer)
+    tokenizer.train_from_iterator(first_texts(texts), trainer)
     tokenizer.add_special_tokens([END_OF_TEXT])  # after training, so that it gets the last id
     return tokenizer
 
@@ -252,13 +253,11 @@ class ByteBPETokenizer(FileTokenizer):
 def check_parts(parts: dict[str, Any]) -> None:
     """Raise ValueError unless the parts of a tokenizer.json are those of GPT-2's tokenizer."""
     split = parts["pre_tokenizer"] or {}
-    found = {
-        "model": parts["model"]["type"], "normalizer": parts["normalizer"], "split": split.get("type"),
-        "prefix": split.get("add_prefix_space"), "regex": split.get("use_regex", True),
-    }  # fmt: skip
-    wanted = {
-        "model": "BPE", "normalizer": None, "split": "ByteLevel", "prefix": False, "regex": True,
-    }  # fmt: skip
+    found = dict(
+        model=parts["model"]["type"], normalizer=parts["normalizer"], split=split.get("type"),
+        prefix=split.get("add_prefix_space"), regex=split.get("use_regex", True),
+    )  # fmt: skip
+    wanted = dict(model="BPE", normalizer=None, split="ByteLevel", prefix=False, regex=True)
     if found != wanted:
         raise ValueError(f"its parts are {found}, but those of GPT-2's tokenizer are {wanted}")
 
@@ -344,13 +343,10 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> "BertWordPieceToke
     # The trainer numbers the letters inside words in the order of a hash table, which differs between
     # processes, and if two pairs are equally frequent it merges the one with lower numbers first.
     # Passing the letters as special tokens, in sorted order, makes the result reproducible.
-    used, counts, remaining = [], Counter(), MAX_TRAIN_CHARS
-    for text in progress(texts, "learning a vocabulary", "text"):
-        used.append(text.encode("utf-8", "replace").decode())
-        counts.update(trainer.normalize(used[-1]))
-        remaining -= len(text)
-        if remaining < 0:
-            break
+    used, counts = [], Counter()
+    for text in first_texts(texts):
+        used.append(text)
+        counts.update(trainer.normalize(text))
     letters = sorted(sorted(counts), key=lambda letter: counts[letter])[-1000:]
     split = trainer.pre_tokenizer.pre_tokenize_str
     inside = sorted(f"##{c}" for c in letters if len(split(f"a{c}")) == 1 and c > " ")
