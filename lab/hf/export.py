@@ -145,8 +145,7 @@ def write_folder(
             if card:
                 text = model_card(exported, model.config, source)
                 (part / "README.md").write_text(text, encoding="utf-8")
-            files = sorted(part.iterdir())
-            lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
+            lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(part.iterdir())]
             (part / CHECKSUM_FILE).write_text("".join(lines))
             for file in part.iterdir():
                 file.chmod(0o644)  # safetensors files are created readable by their owner only
@@ -179,9 +178,7 @@ def check_replaceable(out: Path) -> None:
                 f"out={out} must be a new or empty folder, or an earlier export; choose another --out"
             )
         checksums = read_checksums(out)
-        for file in sorted(out.iterdir()):
-            if file.name == CHECKSUM_FILE:
-                continue
+        for file in sorted(set(out.iterdir()) - {out / CHECKSUM_FILE}):
             if file.name not in checksums or not file.is_file():
                 raise UserError(
                     f"{file} would be deleted, but is not among the exported files that "
@@ -248,51 +245,39 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         # missing for a model from the hub, and for a checkpoint outside of its run
         if not (path.exists() and word_piece.exists()):
             return "no tokenizer files: add those of the model's WordPiece"
-        write_word_piece(folder, word_piece, config.block_size)
+        special = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+        save_fast_tokenizer(folder, config, tokenizer_file=str(word_piece), **special)
         return 'in transformers: pipeline("fill-mask", "{out}")("the [MASK] of a list")'
     try:
         name = tokenizer_name(config, source)
     except UserError:  # neither recorded nor known from the vocabulary's size
-        name = ""
-    if name.endswith(TOKENIZER_FILE) and not Path(name).exists():  # a checkpoint outside of its run
-        return f"no tokenizer files: copy {name}, which belongs to the model"
-    if name.endswith(TOKENIZER_FILE) and is_wordpiece(name):
-        return f"no tokenizer files: copy {name}, in which [SEP] serves as end-of-text"
-    if name == "gpt2":
-        write_gpt2_tokenizer(folder, config.block_size)
-    elif name == "bytes":
-        vocab = {char: byte for byte, char in enumerate(byte_names())}
-        write_byte_bpe(folder, byte_bpe(vocab), config.block_size)
-    elif name:
-        write_byte_bpe(folder, ByteBPETokenizer(name).fast, config.block_size)
-    else:
         return (
             f"no tokenizer files: {config.vocab_size} ids are not GPT-2's vocabulary; add your own"
         )
+    own = name.endswith(TOKENIZER_FILE)
+    if own and not Path(name).exists():  # a checkpoint outside of its run
+        return f"no tokenizer files: copy {name}, which belongs to the model"
+    if own and is_wordpiece(name):
+        return f"no tokenizer files: copy {name}, in which [SEP] serves as end-of-text"
+    if name == "gpt2":
+        write_gpt2_tokenizer(folder, config.block_size)
+    else:
+        vocab = {char: byte for byte, char in enumerate(byte_names())}
+        tokenizer = byte_bpe(vocab) if name == "bytes" else ByteBPETokenizer(name).fast
+        tokenizer.encode_special_tokens = False  # transformers parses special tokens in a prompt
+        save_fast_tokenizer(
+            folder, config, tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+            unk_token=END_OF_TEXT, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
     return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
 
 
-def write_word_piece(folder: Path, tokenizer_file: Path, block_size: int) -> None:
-    """Write a BERT tokenizer's files."""
+def save_fast_tokenizer(folder: Path, config: Any, **parts: Any) -> None:
+    """Write the files of a tokenizer of the tokenizers package. parts: arguments of transformers' class."""
     from transformers import PreTrainedTokenizerFast  # slow to import
 
-    special = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file), model_max_length=block_size, **special
-    )
+    tokenizer = PreTrainedTokenizerFast(model_max_length=config.block_size, **parts)
     tokenizer.save_pretrained(folder)
-
-
-def write_byte_bpe(folder: Path, tokenizer: Any, block_size: int) -> None:
-    """Write the files of a tokenizer of the tokenizers package, whose last id is end-of-text."""
-    from transformers import PreTrainedTokenizerFast  # slow to import
-
-    tokenizer.encode_special_tokens = False  # transformers parses special tokens in a prompt
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
-        unk_token=END_OF_TEXT, model_max_length=block_size, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    wrapped.save_pretrained(folder)
 
 
 def write_gpt2_tokenizer(folder: Path, block_size: int) -> None:
