@@ -23,28 +23,14 @@ from lab.data.tokenizers import printable
 from lab.eval import blimp_published
 from lab.files import atomic_write, write_errors
 from lab.templates import load_template
-from lab.tools import read_log
+from lab.tools import read_log, report_text
 from lab.tools.plot import blimp_levels, hellaswag_levels, loss_levels, phenomena
 from lab.tools.plot_style import color_index
 from lab.tools.read_log import by_tokens, column, comparable
 from lab.tools.report_runs import RunReport, mismatch, read_run
-from lab.tools.report_text import (
-    MISSING,
-    changes,
-    difference_note,
-    facts,
-    loss_note,
-    lr_note,
-    remarks,
-    samples_note,
-    setting_text,
-    title,
-    warnings,
-)
+from lab.tools.report_text import MISSING, setting_text
 
 RENEW_SECONDS = 10  # interval at which --watch updates the page
-# names of values of the log's start record
-LABELS = {"log_v": "uniform guess (nats)", "unigram": "unigram baseline (nats)"}
 
 # --------------------------------------------------------------------------------------- 1. figures
 
@@ -67,12 +53,11 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     low, high = window or (-math.inf, math.inf)
     heights = [y for curve in losses for y in curve["y"]] or [0.0]
     cut_off = ["high"] * (max(heights) > high) + ["low"] * (min(heights) < low)
-    note = loss_note(training, validation)
-    found: dict[str, dict] = {
-        "loss": dict(
-            curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
-        )
-    }
+    note = report_text.loss_note(training, validation)
+    found: dict[str, dict] = {}
+    found["loss"] = dict(
+        curves=losses, levels=loss_levels(logs), range=window, cut_off=cut_off, note=note
+    )
     if not comparable(logs):
         found["bits"] = dict(curves=trace_per_run(runs, "val", "bits_per_byte", "loss", width=3))
     elif not alone and not mismatch(runs):
@@ -83,7 +68,7 @@ def figures_of(runs: Sequence[RunReport]) -> dict[str, dict]:
     found["blimp"] = dict(curves=scores, levels=blimp_levels(logs))
     found["phenomena"] = dict(curves=phenomenon_curves(runs[0]) if alone else [], levels={"": 0.5})
     found["lr"] = dict(
-        curves=trace_per_run(runs, "train", "lr", "learning rate"), note=lr_note(runs)
+        curves=trace_per_run(runs, "train", "lr", "learning rate"), note=report_text.lr_note(runs)
     )
     found["grad_norm"] = dict(curves=norms, levels={f"clipped at {c:g}": c for c in clips})
     found["tok_per_s"] = dict(curves=trace_per_run(runs, "train", "tok_per_s", "speed"))
@@ -153,7 +138,8 @@ def difference(first: RunReport, second: RunReport) -> dict[str, Any]:
         gaps = [b[position][1] - a[position][1] for position in common]
         color = color_index("loss")
         curves += curve(first, kind, steps, gaps, label, color, width, smooth=True, showlegend=True)
-    return dict(curves=curves, levels={"no difference": 0}, note=difference_note(first, second))
+    note = report_text.difference_note(first, second)
+    return dict(curves=curves, levels={"no difference": 0}, note=note)
 
 
 # ------------------------------------------------------------------- 2. numbers, settings and samples
@@ -193,19 +179,20 @@ def numbers(run: RunReport) -> dict[str, Number]:
         found["tokens"] = Number(tokens, "{:,.0f}", f"{tokens / known:.2f} epochs" if known else "")
     minutes = max(run.minutes.values())
     found["total minutes"] = Number(minutes, "{:,.2f}", "with evaluation and saving")
-    names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
-    phases = [name for name in names if name.endswith("_ms") and name != "dt_ms"]
-    rows = [("tok_per_s", "tokens/s, median", "{:,.0f}"), ("mfu", "MFU, median", "{:.3f}")]
-    rows += [
-        ("dt_ms", "ms per step, median", "{:,.1f}"),
-        ("peak_gib", "peak memory, GiB", "{:,.2f}"),
-    ]
-    rows += [(phase, f"{phase[:-3]}, ms per step, median", "{:,.1f}") for phase in phases]
     # with an even number of values, the slower of both middle ones, so that speed and time agree
-    how = dict.fromkeys(("tok_per_s", "mfu"), median_low) | {"peak_gib": max}
-    for name, what, form in rows:
+    rows = [
+        ("tok_per_s", "tokens/s, median", median_low, "{:,.0f}"),
+        ("mfu", "MFU, median", median_low, "{:.3f}"),
+        ("dt_ms", "ms per step, median", median_high, "{:,.1f}"),
+        ("peak_gib", "peak memory, GiB", max, "{:,.2f}"),
+    ]
+    names = dict.fromkeys(name for record in run.log.get("train", []) for name in record)
+    for name in names:
+        if name.endswith("_ms") and name != "dt_ms":
+            rows.append((name, f"{name[:-3]}, ms per step, median", median_high, "{:,.1f}"))
+    for name, what, summary, form in rows:
         if values := column(run.log, "train", name)[1]:
-            found[what] = Number(how.get(name, median_high)(values), form)
+            found[what] = Number(summary(values), form)
     return found
 
 
@@ -242,16 +229,15 @@ def settings(runs: Sequence[RunReport]) -> list[tuple[str, list[tuple[str, list[
     """[(part, [(field, each run's value as text, whether they differ)])] of config.json and of the
     log's start record."""
     shown_above = ("kind", "step", "time", "tokens", "command", "changed")
-    machines = [
-        {LABELS.get(k, k): v for k, v in run.start.items() if k not in shown_above} for run in runs
-    ]
-    sides = [run.config | {"machine and data": values} for run, values in zip(runs, machines)]
-    parts = []
+    labels = {"log_v": "uniform guess (nats)", "unigram": "unigram baseline (nats)"}
+    sides, parts = [], []
+    for run in runs:
+        start = {labels.get(k, k): v for k, v in run.start.items() if k not in shown_above}
+        sides.append(run.config | {"machine and data": start})
     for part in dict.fromkeys(part for side in sides for part in side):
         found, rows = [side.get(part, {}) for side in sides], []
         for field in dict.fromkeys(field for values in found for field in values):
-            values = [values.get(field) for values in found]
-            texts = [setting_text(value) for value in values]
+            texts = [setting_text(values.get(field)) for values in found]
             rows.append((field, texts, all(found) and field != "run_name" and len({*texts}) > 1))
         parts.append((part, rows))
     return parts
@@ -274,7 +260,7 @@ def samples(runs: Sequence[RunReport]) -> list[tuple[int, list[Samples]]]:
     for i, run in enumerate(runs):
         for record in run.log.get("sample", []):
             texts = [printable(str(text)) for text in record.get("texts", [])]
-            step, note = record["step"], samples_note(run, record["step"], texts)
+            step, note = record["step"], report_text.samples_note(run, record["step"], texts)
             found.setdefault(step, {})[i] = Samples(step, texts, record.get("shaded"), note)
     rows, latest = [], dict.fromkeys(range(len(runs)), Samples())
     for step in sorted(found):
@@ -296,11 +282,16 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
     opens = common[-1] if common else len(written) - 1  # the slider's initial position
     return load_template("report.html.j2").render(
         runs=[
-            dict(name=run.name, facts=facts(run), remarks=remarks(run), commands=commands(run))
+            dict(
+                name=run.name,
+                facts=report_text.facts(run),
+                remarks=report_text.remarks(run),
+                commands=commands(run),
+            )
             for run in runs
         ],
-        headline=title(runs),
-        warnings=warnings(runs),
+        headline=report_text.title(runs),
+        warnings=report_text.warnings(runs),
         numbers=number_rows(runs),
         figures=figures_of(runs),
         axis="tokens" if by_tokens([run.log for run in runs]) else "step",
@@ -309,7 +300,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
         opens=opens,
         shaded=any(side.shaded for _, sides in written for side in sides),
         settings=settings(runs),
-        changes=[(run.name, changes(run)) for run in runs],
+        changes=[(run.name, report_text.changes(run)) for run in runs],
         without_config=[run.name for run in runs if not run.config],
         nonce=secrets.token_urlsafe(16),  # scripts without it, such as one from a log, don't run
         missing=MISSING,
