@@ -139,7 +139,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     root = f"{HUB}datasets/{dataset}@{info.sha}/"
     found = [s for s in info.siblings or [] if s.rfilename != "README.md"]
     configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
-    patterns, data_files = [f"{name}/*" if name else "*"], None
+    folder, data_files = name, None
     if configs:
         first = [n for n, c in configs.items() if c.get("default") or n == "default"]
         if (name := name or [*first, *configs][0]) not in configs:
@@ -148,8 +148,8 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
                 f"{dataset} has no configuration {name!r}; --name must be one of {names}"
             )
         folder, data_files = (configs[name].get(key) for key in ("data_dir", "data_files"))
-        everything = f"{folder}/*" if folder else "*"
-        patterns = split_patterns(data_files, split) if data_files else [everything]
+    everything = f"{folder}/*" if folder else "*"
+    patterns = split_patterns(data_files, split) if data_files else [everything]
     chosen = [s for s in found if any(fnmatch.fnmatch(s.rfilename, p) for p in patterns)]
     visible = [s for s in chosen if not s.rfilename.startswith(".")]  # .gitattributes
     files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in visible]
@@ -287,10 +287,9 @@ def open_parquet(file: File, column: str) -> Any:
 
 def row_batches(unit: Unit, column: str = "") -> Iterator[Any]:
     """The rows of a parquet unit as pyarrow record batches of this column, or of all."""
-    with source_errors(unit.file, f", row group {unit.index}"):
-        yield from open_parquet(unit.file, column).iter_batches(
-            1024, row_groups=[unit.index], columns=[column] if column else None, use_threads=False
-        )
+    return open_parquet(unit.file, column).iter_batches(
+        1024, row_groups=[unit.index], columns=[column] if column else None, use_threads=False
+    )
 
 
 def documents_of(unit: Unit, column: str) -> Iterator[Any]:
