@@ -245,7 +245,7 @@ class ByteBPETokenizer(FileTokenizer):
                 raise ValueError(f"the last id must be {END_OF_TEXT}")
             self.fast.add_special_tokens([END_OF_TEXT])  # some files don't mark it as special
             strings = [bytes(names[char] for char in piece) for piece in pieces]
-            if len(set(strings) & {bytes([i]) for i in range(256)}) < 256:
+            if not set(strings) >= {bytes([i]) for i in range(256)}:
                 raise ValueError("some bytes have no id")
         super().__init__(self.name, [*strings, END_OF_TEXT.encode()])
 

@@ -291,7 +291,7 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
         axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for panel, ax in zip(panels, axes):
             panel(ax, logs, dark, x)
-        figure.suptitle("\n".join(textwrap.wrap(headline(logs), 78)), x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(headline(logs), 78), x=0.01, ha="left")
         axes[-1].set_xlabel("tokens" if in_tokens else "step")
         number = (lambda value, _: short(value)) if in_tokens else (lambda value, _: f"{value:,g}")
         axes[-1].xaxis.set_major_formatter(number)

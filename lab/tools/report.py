@@ -218,13 +218,6 @@ def format_delta(a: Number | None, b: Number | None) -> str:
     return a.form.replace("{:", "{:+").format(b.value - a.value) + relative
 
 
-def commands(run: RunReport) -> list[tuple[int, str]]:
-    """[(step, the command that started or resumed the run there)], without those that were not logged, as
-    by older versions."""
-    starts = run.log.get("start", [])
-    return [(r["step"], r["command"]) for r in starts if r.get("command")]
-
-
 def settings(runs: Sequence[RunReport]) -> list[tuple[str, list[tuple[str, list[str], bool]]]]:
     """[(part, [(field, each run's value as text, whether they differ)])] of config.json and of the
     log's start record."""
@@ -286,7 +279,7 @@ def page(runs: Sequence[RunReport], live: bool = False) -> str:
                 name=run.name,
                 facts=report_text.facts(run),
                 remarks=report_text.remarks(run),
-                commands=commands(run),
+                starts=run.log.get("start", []),
             )
             for run in runs
         ],
