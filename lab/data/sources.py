@@ -286,7 +286,7 @@ def open_parquet(file: File, column: str) -> Any:
 
 
 def row_batches(unit: Unit, column: str = "") -> Iterator[Any]:
-    """The rows of a parquet unit as pyarrow record batches of this column, or of all."""
+    """pyarrow record batches of a parquet unit: this column, or all. Call it in source_errors."""
     return open_parquet(unit.file, column).iter_batches(
         1024, row_groups=[unit.index], columns=[column] if column else None, use_threads=False
     )
