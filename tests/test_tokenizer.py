@@ -255,6 +255,8 @@ def test_shards_keep_their_tokenizer(tmp_path):
     args = ["--source", str(write_texts(tmp_path / "texts")), "--workers", "0", "--tokenizer"]
     succeed("fineweb.py", *args, "bpe:320", "--out", "own", cwd=tmp_path)
     assert "or delete own" in fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
+    wrong = fail("fineweb.py", *args, "missing/tokenizer.json", "--out", "own", cwd=tmp_path)
+    assert "there is no tokenizer missing/tokenizer.json" in wrong
     (tmp_path / "own/tokenizer.json").unlink()
     wrong = fail("fineweb.py", *args, "bpe:280", "--out", "own", cwd=tmp_path)
     assert "own/tokenizer.json is missing, " in wrong

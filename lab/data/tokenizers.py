@@ -428,6 +428,7 @@ def check_same_tokenizer(path: str, wanted: str) -> None:
     it is used. With bpe:SIZE it may have fewer than SIZE ids, because a small text yields fewer."""
     found = get_tokenizer(path)
     if wanted.endswith(TOKENIZER_FILE):
+        get_tokenizer(wanted)  # raises UserError if it is missing
         same = Path(path).read_bytes() == Path(wanted).read_bytes()
     elif wanted.startswith("bpe:"):
         size = int(wanted.removeprefix("bpe:"))
