@@ -270,7 +270,7 @@ def command_for(name: str) -> str:
     file, _, tool = name.partition(" ")
     path = "-m lab" if file == "lab" else file
     if Path.cwd() != ROOT:
-        path = shell_quote(str(ROOT / file))
+        path = shell_quote(ROOT / file)
     # "python" if that is the running interpreter, otherwise the interpreter's path
     found, python = shutil.which("python"), sys.executable
     if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):

@@ -170,9 +170,9 @@ SFT: dict[str, Any] = dict(
 def check_numbers(config: Any) -> None:
     """Raise UserError for a number that is negative, not finite or too large for torch."""
     for name, value in vars(config).items():
-        if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
-            rule = f"at most {MAX_INT}" if value > 0 else "at least 0"
-            raise UserError(f"{name}={value} must be {rule}")
+        if type(value) is int and (name, value) != ("eot_id", -1):
+            require(value >= 0, f"{name}={value} must be at least 0")
+            require(value <= MAX_INT, f"{name}={value} must be at most {MAX_INT}")
         if isinstance(value, float):
             require(math.isfinite(value), f"{name}={value} must be a finite number")
             require(value >= 0, f"{name}={value} must be at least 0")
@@ -484,8 +484,7 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         found["vocab_size"] = asked or found["vocab_size"]  # a resumed run keeps its own
     elif cfg.init_from and not asked:
         theirs = config_of(cfg.init_from, cfg.log_dir)
-        names = ("vocab_size", "tokenizer", "eot_id")
-        found = {name: theirs[name] for name in names if name in theirs}
+        found = {name: value for name, value in theirs.items() if name in FROM_DATA}
     model_config = dataclasses.replace(model_config, **found)
     require(
         model_config.eot_id < model_config.vocab_size,

@@ -280,7 +280,7 @@ def check_same_vocabulary(source: str, data: str) -> None:
         return
     models = [read_json(file, "build the data again", model=dict)["model"] for file in files]
     if models[0].get("vocab") != models[1].get("vocab"):
-        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(str(theirs))}"
+        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(theirs)}"
         raise UserError(
             f"{source} has another vocabulary than {data}; build the data with `{command} --out FOLDER`"
         )
