@@ -82,9 +82,7 @@ def run_main(main: Callable, name: str | None = None) -> None:
             time.sleep(2)  # every rank fails on the same input; let rank 0 print first
         where = f"[rank {rank}] " if rank != "0" or is_peer_failure(error) else ""
         eprint(f"{name}: error: {where}{sentence}")
-    if (
-        status == 75
-    ):  # saved: a further signal, during Python's shutdown, must not change the status
+    if status == 75:  # saved: a further signal during Python's shutdown must not change the status
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             if hasattr(signal, name):  # not on Windows
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -177,13 +175,10 @@ def wrap(text: str, indent: str = "", file: TextIO | None = None) -> str:
         return text
     hidden = "\N{NO-BREAK SPACE}"  # textwrap does not break lines at these
     text = re.sub("`.*?`", lambda command: command[0].replace(" ", hidden), text)
-    wrapped = (
-        textwrap.fill(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.split("\n")
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(wrapped).replace(hidden, " ")
+    return "\n".join(map(wrapper.fill, text.split("\n"))).replace(hidden, " ")
 
 
 def has_colors(file: TextIO | None = None) -> bool:
@@ -227,9 +222,9 @@ def parse_args(config: Any, argv: list[str], description: str | None = None) -> 
     """
     import tyro
 
-    file = Path(sys.argv[0]).name
-    is_tool = file in ("lab", "__main__.py")
-    prog = " ".join(["python -m lab", *sys.argv[1:2]]) if is_tool else file
+    prog = Path(sys.argv[0]).name
+    if prog in ("lab", "__main__.py"):  # a tool
+        prog = " ".join(["python -m lab", *sys.argv[1:2]])
     tyro._experimental_options["ansi_codes"] &= has_colors()  # tyro does not read NO_COLOR
     if {"-h", "--help"} & {*argv}:  # tyro would not wrap it, and would join the lines of examples
         print(fill_paragraphs(description or help_text(config)) + "\n")
@@ -248,8 +243,7 @@ def progress(
     """
     from tqdm import tqdm
 
-    # None: off unless stderr is a terminal
-    off = True if (os.environ.get("RANK") or "0") != "0" else None
+    off = (os.environ.get("RANK") or "0") != "0" or None  # None: off unless stderr is a terminal
     width = max(0, terminal_width(sys.stderr) - 3) or None  # room for the "^C" of a terminal
     how = dict(unit=unit, delay=delay, leave=False, disable=off, ncols=width)
     return tqdm(items, desc=description, **how, **kwargs)
@@ -276,7 +270,7 @@ def command_for(name: str) -> str:
     file, _, tool = name.partition(" ")
     path = "-m lab" if file == "lab" else file
     if Path.cwd() != ROOT:
-        path = shell_quote(str(ROOT / file))
+        path = shell_quote(ROOT / file)
     # "python" if that is the running interpreter, otherwise the interpreter's path
     found, python = shutil.which("python"), sys.executable
     if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(python):

@@ -48,6 +48,8 @@ OPTIMIZATIONS = {  # --optimizations: groups of defaults, which flags override
 }
 
 
+# fields of the model config that resolve_vocabulary sets, with their values until then
+FROM_DATA = dict(vocab_size=0, tokenizer="", eot_id=-1)
 COMMON_FLAGS = (  # the first group of --help
     "preset", "data", "init_from", "resume", "run_name", "max_steps", "lr", "batch_size",
     "total_batch_size", "seq_len", "val_every", "sample_prompt",
@@ -124,11 +126,6 @@ class RunConfig:
         check_range(self, 1, None, "log_every", "keep_last")
         check_range(self, 1, 2**31, "timeout")
         check_range(self, 0, 2**32 - 1, "seed")
-        optimizer = getattr(self, "optimizer", "adamw")
-        require(
-            self.on_spike != "skip" or optimizer == "adamw",
-            f"on_spike=skip works with AdamW only, not with optimizer={optimizer}; pass --on_spike stop",
-        )
         require(
             not self.resume or self.run_name,
             "run_name is empty; without --run_name the newest run is resumed",
@@ -173,9 +170,9 @@ SFT: dict[str, Any] = dict(
 def check_numbers(config: Any) -> None:
     """Raise UserError for a number that is negative, not finite or too large for torch."""
     for name, value in vars(config).items():
-        if type(value) is int and not (0 <= value <= MAX_INT or (name, value) == ("eot_id", -1)):
-            rule = f"at most {MAX_INT}" if value > 0 else "at least 0"
-            raise UserError(f"{name}={value} must be {rule}")
+        if type(value) is int and (name, value) != ("eot_id", -1):
+            require(value >= 0, f"{name}={value} must be at least 0")
+            require(value <= MAX_INT, f"{name}={value} must be at most {MAX_INT}")
         if isinstance(value, float):
             require(math.isfinite(value), f"{name}={value} must be a finite number")
             require(value >= 0, f"{name}={value} must be at least 0")
@@ -212,8 +209,7 @@ def check_shape(config: Any) -> None:
 
 
 def check_training(cfg: Any, model_config: Any) -> None:
-    """Raise UserError for settings of train_gpt2.TrainConfig that cannot work with any data or on any
-    machine."""
+    """The part of RunConfig.validate that checks the settings of train_gpt2.TrainConfig."""
     check_range(cfg, 1, 2**28, "total_batch_size", "seq_len", "max_steps")
     for name in ("beta1", "beta2"):
         require(getattr(cfg, name) < 1, f"{name}={getattr(cfg, name)} must be less than 1")
@@ -246,6 +242,10 @@ def check_training(cfg: Any, model_config: Any) -> None:
         f"parallel={cfg.parallel} shards AdamW's state and does not work with "
         f"optimizer={cfg.optimizer}; pass --optimizer adamw, or leave --parallel out",
     )
+    require(
+        cfg.on_spike != "skip" or cfg.optimizer == "adamw",
+        f"on_spike=skip works with AdamW only, not with optimizer={cfg.optimizer}; pass --on_spike stop",
+    )
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -270,13 +270,13 @@ def parse_flags(
         dataclasses.replace(config, **{name: values[name] for name in vars(config)})
         for config in defaults
     )
-    before, now = (vars(a) | vars(b) for a, b in (defaults, (model_config, cfg)))
-    was = " (was {})" if cfg.resume else ""
-    changed = [f"{k}={v}{was.format(before[k])}" for k, v in now.items() if before[k] != v]
     cfg.validate(model_config)
+    before = vars(defaults[0]) | vars(defaults[1])
+    was = " (was {})" if cfg.resume else ""
+    changed = [f"{k}={values[k]}{was.format(v)}" for k, v in before.items() if values[k] != v]
     if changed:
         reason += f"; changed by flags: {', '.join(changed)}"
-    if cfg.resume and any(before[name] != now[name] for name in ("seed", "shuffle", "seq_len")):
+    if cfg.resume and any(before[name] != values[name] for name in ("seed", "shuffle", "seq_len")):
         reason += (
             "; the text now has another order, so this epoch repeats some of it and omits some"
         )
@@ -336,17 +336,15 @@ def rename_flags(argv: list[str]) -> list[str]:
 
 def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple[str, Any, Any]:
     """(reason, model config, run config): the defaults, before the other flags in argv are applied."""
-    main = next(iter(presets))
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--resume", action="store_true")
     for name in ("preset", "optimizations", "data", "run_name", "log_dir", "init_from"):
-        default = getattr(presets[main][1], name) if name in ("data", "log_dir") else ""
-        early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=default)
+        early.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default="")
+    _, main = next(iter(presets.values()))
+    early.set_defaults(data=main.data, log_dir=main.log_dir)
     given, _ = early.parse_known_args(argv)
-    if given.resume:
-        reason, model, train = defaults_from_run(given, trainer_class, *map(type, presets[main]))
-    else:
-        reason, model, train = defaults_from_preset(given, trainer_class, presets, main)
+    defaults = defaults_from_run if given.resume else defaults_from_preset
+    reason, model, train = defaults(given, presets, trainer_class)
     if given.optimizations in OPTIMIZATIONS:  # parse_args reports an unknown word
         new = OPTIMIZATIONS[given.optimizations] | {"optimizations": given.optimizations}
         model, train = (
@@ -357,9 +355,7 @@ def choose_defaults(argv: list[str], presets: dict, trainer_class: Any) -> tuple
     return reason, model, train
 
 
-def defaults_from_run(
-    given: Any, trainer_class: Any, model_class: type, train_class: type
-) -> tuple[str, Any, Any]:
+def defaults_from_run(given: Any, presets: dict, trainer_class: Any) -> tuple[str, Any, Any]:
     """The settings of the run that --resume continues."""
     if given.init_from:
         raise UserError(
@@ -368,6 +364,7 @@ def defaults_from_run(
         )
     run_dir = find_run_to_resume(given.log_dir, given.run_name, class_path(trainer_class))
     check_program(run_dir, trainer_class)
+    model_class, train_class = map(type, next(iter(presets.values())))
     model_config, cfg, unknown = read_config(run_dir, model_class, train_class)
     if given.preset not in ("", cfg.preset):
         raise UserError(
@@ -378,14 +375,12 @@ def defaults_from_run(
     return f"{run_dir}{ignored}", model_config, cfg
 
 
-def defaults_from_preset(
-    given: Any, trainer_class: Any, presets: dict, main: str
-) -> tuple[str, Any, Any]:
+def defaults_from_preset(given: Any, presets: dict, trainer_class: Any) -> tuple[str, Any, Any]:
     """The settings of --preset, or of the preset for this machine. --init_from changes the shape to that
     of its model, and adapts the learning rate and the sequence length to it."""
     preset, why = given.preset, "from --preset"
     if not preset:
-        preset, why = auto_preset(main, Path(given.data))
+        preset, why = auto_preset(next(iter(presets)), Path(given.data))
     if preset not in presets:
         raise UserError(f"preset={preset} must be one of {', '.join(presets)}")
     model_config, cfg = presets[preset]
@@ -401,20 +396,18 @@ def defaults_from_preset(
         model_config = dataclasses.replace(model_config, **same)
         cfg = dataclasses.replace(cfg, lr=lr, seq_len=min(cfg.seq_len, shape["block_size"]))
         why += f", with the shape of {given.init_from} and lr={lr} for its size"
-    from_data = dict(vocab_size=0, tokenizer="", eot_id=-1)  # set by resolve_config
-    model_config = dataclasses.replace(model_config, **from_data)
+    model_config = dataclasses.replace(model_config, **FROM_DATA)
     return f"preset {preset} ({why})", model_config, cfg
 
 
 def auto_preset(main: str, data: Path) -> tuple[str, str]:
     """(preset, reason) for this machine and the data on it."""
-    shards, gpu = any(data.glob("*_train_*")), torch.cuda.is_available()
-    if gpu and os.environ.get("WORLD_SIZE"):
-        return main, "the default under torchrun on GPUs"
-    if shards and gpu:
-        return main, f"there is a GPU and data in {data}"
-    if not gpu:
+    if not torch.cuda.is_available():
         return "laptop", "there is no GPU"
+    if os.environ.get("WORLD_SIZE"):
+        return main, "the default under torchrun on GPUs"
+    if any(data.glob("*_train_*")):
+        return main, f"there is a GPU and data in {data}"
     return "laptop", f"no data in {data}; to make some, see `{command_for('fineweb.py')} --help`"
 
 
@@ -476,27 +469,22 @@ def resolve_on_rank0(
 def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
     """Set the vocabulary size, tokenizer and end-of-text of model_config to the data's. For data
     without a manifest, the vocabulary size is that of the flag, of --init_from or of the preset."""
-    asked, manifest = model_config.vocab_size, read_manifest(cfg.data)
-    if manifest and asked not in (0, manifest["vocab_size"]) and not cfg.resume:
-        raise UserError(
-            f"vocab_size={asked} must be {manifest['vocab_size']}, as in {cfg.data}; leave it out"
-        )
-    found = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
-    if manifest:
-        for name, recorded in dict(tokenizer="tokenizer", eot_id="eot").items():
-            flag = getattr(model_config, name)
-            if flag not in ("", -1, manifest[recorded]) and not cfg.resume:
-                raise UserError(
-                    f"{name}={flag} must be {manifest[recorded]}, as in {cfg.data}; leave it out"
-                )
+    asked = model_config.vocab_size
+    found: dict[str, Any] = dict(vocab_size=asked or presets[cfg.preset][0].vocab_size)
+    if manifest := read_manifest(cfg.data):
         found = dict(
-            vocab_size=asked or manifest["vocab_size"], eot_id=manifest["eot"],
+            vocab_size=manifest["vocab_size"],
             tokenizer=manifest["tokenizer"],
-        )  # fmt: skip
+            eot_id=manifest["eot"],
+        )
+        for name, value in found.items():
+            flag = getattr(model_config, name)
+            if flag not in (FROM_DATA[name], value) and not cfg.resume:
+                raise UserError(f"{name}={flag} must be {value}, as in {cfg.data}; leave it out")
+        found["vocab_size"] = asked or found["vocab_size"]  # a resumed run keeps its own
     elif cfg.init_from and not asked:
         theirs = config_of(cfg.init_from, cfg.log_dir)
-        names = ("vocab_size", "tokenizer", "eot_id")
-        found = {name: theirs[name] for name in names if name in theirs}
+        found = {name: value for name, value in theirs.items() if name in FROM_DATA}
     model_config = dataclasses.replace(model_config, **found)
     require(
         model_config.eot_id < model_config.vocab_size,

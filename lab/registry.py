@@ -43,11 +43,9 @@ def resolve_source(source: str, log_dir: str | Path = "log") -> str:
         path = Path(log_dir) / path
     if (path / "log.jsonl").exists() and not checkpoint_files(path):
         best = path / "model_best.pt"
-        hint = (
-            f"its best weights are {best}"
-            if best.exists()
-            else "choose another: `ls log` lists the runs"
-        )
+        hint = "choose another: `ls log` lists the runs"
+        if best.exists():
+            hint = f"its best weights are {best}"
         raise UserError(f"{path} is a run without a checkpoint; {hint}")
     return str(read_newest(path)[0]) if checkpoint_files(path) else source or str(path)
 
@@ -71,13 +69,12 @@ def load_model(source: str, model_class: type | None = None) -> Any:
         if not isinstance(program, dict | None) or program:
             with read_errors(path, "checkpoint", "choose another: `ls log` lists the runs"):
                 check_keys(program, model=str, config=str)
-                model_path, config_path = program["model"], program["config"]
-            config = build_config(find_class(config_path, path), saved, path)
+            config = build_config(find_class(program["config"], path), saved, path)
             try:
                 config.validate()  # a damaged file could have billions of layers
             except UserError as error:
                 raise UserError(f"{path}: {error}") from error
-            cls = model_class or find_class(model_path, path)
+            cls = model_class or find_class(program["model"], path)
             if not model_class:
                 warn_if_edited(program, cls, path)
             model = cls(config)
@@ -121,9 +118,8 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
     of `source`.
 
     Raises UserError if neither the config nor the vocabulary's size names one."""
-    name = getattr(model_config, "tokenizer", "") or tokenizer_for_vocab_size(
-        model_config.vocab_size
-    )
+    name = getattr(model_config, "tokenizer", "")
+    name = name or tokenizer_for_vocab_size(model_config.vocab_size)
     if not name.endswith(".json"):
         return name
     path = Path(source)
@@ -137,11 +133,10 @@ def is_tuned(source: str) -> bool | None:
     source: as resolve_source returns it."""
     if source in PUBLISHED:
         return False
-    path = Path(source).parent / "config.json"
-    if not (is_checkpoint(source) and path.exists()):
-        return None
-    with contextlib.suppress(UserError):  # damaged, or of another program
-        return read_json(path, train=dict)["train"].get("preset") == "sft"
+    if is_checkpoint(source):
+        with contextlib.suppress(UserError):  # config.json is missing, damaged or another program's
+            config = read_json(Path(source).parent / "config.json", train=dict)
+            return config["train"].get("preset") == "sft"
     return None
 
 
@@ -156,10 +151,10 @@ def chat_warning(source: str, public: bool = False) -> str:
         name = str(Path(source).parent)
         program = program_of(Path(name))["trainer"].partition(":")[0]
     command = f"; to tune it: `{command_for(program)} --preset sft --init_from {shell_quote(name)}`"
-    if public or (tuned is None and is_checkpoint(source)):  # it may be of any program
+    if tuned is None and is_checkpoint(source):  # it may be of any program
         command = ""
     if public:
-        name = "this model"
+        name, command = "this model", ""
     if tuned is None:
         return f"{name} may not be tuned to answer; then it only continues the text{command}"
     return f"{name} was not tuned to answer, so it only continues the text{command}"
@@ -212,6 +207,7 @@ def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = Non
     if is_checkpoint(path):
         model = load_model(path)
         shape, cls = dataclasses.asdict(model.config), type(model)
+        file = program_file(cls)
         fits = ours is None or class_path(cls) == class_path(ours) or same_parameters(model, ours)
     else:
         if ours and not hasattr(ours, "from_pretrained"):
@@ -221,11 +217,9 @@ def config_of(source: str, log_dir: str | Path = "log", trainer_class: Any = Non
                 "`ls log` lists the runs"
             )
         shape = read_hugging_face(path)[0]
-        is_bert = "segments" in shape
-        fits = ours is None or is_bert != hasattr(ours, "generate")
-        cls = find_class("bert.py:Bert" if is_bert else "train_gpt2.py:GPT", path)
+        file = "bert.py" if "segments" in shape else "train_gpt2.py"
+        fits = ours is None or (file == "bert.py") != hasattr(ours, "generate")
     if not fits:
-        file = program_file(cls)
         raise UserError(
             f"{path} is a model of {file}; start from it with `{command_for(file)} --init_from`"
         )
@@ -271,9 +265,8 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
         check_same_model(path, vars(other.config), model.config, "vocab_multiple")
         copy_into(model, other.state_dict(), path)
     else:
-        check_same_model(
-            path, vars(other.config), model.config, *getattr(model, "changeable_fields", ())
-        )
+        changeable = getattr(model, "changeable_fields", ())
+        check_same_model(path, vars(other.config), model.config, *changeable)
         load_state_strict(model, other.state_dict(), path)
 
 
@@ -282,14 +275,12 @@ def check_same_vocabulary(source: str, data: str) -> None:
     resolve_source returns it; one without such a file is accepted."""
     path = Path(source)
     theirs = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
-    ours = Path(data) / TOKENIZER_FILE
-    if not (path.exists() and theirs.exists() and ours.exists()):
+    files = theirs, Path(data) / TOKENIZER_FILE
+    if not (path.exists() and all(file.exists() for file in files)):
         return
-    models = [
-        read_json(file, "build the data again", model=dict)["model"] for file in (theirs, ours)
-    ]
+    models = [read_json(file, "build the data again", model=dict)["model"] for file in files]
     if models[0].get("vocab") != models[1].get("vocab"):
-        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(str(theirs))}"
+        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(theirs)}"
         raise UserError(
             f"{source} has another vocabulary than {data}; build the data with `{command} --out FOLDER`"
         )
