@@ -55,7 +55,7 @@ def ladder(runs, out_path, dark):
     _, rungs = newest(runs, "rungs", "tok_per_s")
     speeds = {rung: row["tok_per_s"] for rung, row in rungs.items()}
     first, *_, last = speeds.values()
-    title = f"GPT-2 124M, tokens/s on one H200: {short(first)} to {short(last)}"
+    title = f"GPT-2 124M, tokens/s on an H200: {short(first)} to {short(last)}"
     figure, ax = blank(1.5 + 0.34 * len(speeds), title, where_and_when(rungs.values()))
     parts, texts, before = {}, [], first
     for rung, now in speeds.items():
