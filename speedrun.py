@@ -141,12 +141,12 @@ PRESETS = {
             val_tokens=1048576, hellaswag_every=0, sample_every=0,
         ),
     ),
-    # for seven epochs of 111M tokens: 20 minutes on one H200 (docs/LOG.md#small-data-seeds)
+    # for six epochs of 111M tokens: 18 minutes on one H200 (docs/LOG.md#long-context)
     "small-data": (
-        GPTConfig(value_tables=0, value_projection=True),
+        GPTConfig(block_size=2048, value_tables=0, value_projection=True),
         TrainConfig(
-            "small-data", total_batch_size=131072, weight_decay=0.1, decay_all=True, max_steps=7000,
-            batch_warmup_steps=0.25, ema_steps=0.02, val_every=250, val_tokens=1048576,
+            "small-data", total_batch_size=131072, seq_len=2048, max_steps=5700, weight_decay=0.1,
+            decay_all=True, batch_warmup_steps=0.25, ema_steps=0.02, val_every=250, val_tokens=1048576,
             hellaswag_every=0, sample_every=1000,
         ),
     ),

@@ -139,6 +139,14 @@ class TrainConfig(settings.RunConfig):
 
 PRESETS = {
     "gpt2": (GPTConfig(), TrainConfig()),
+    "gpt2-mini": (  # 30M weights, for one gaming card and 100M tokens (docs/LOG.md#gpt2-mini)
+        GPTConfig(n_layer=6, n_head=6, n_embd=384),
+        TrainConfig(
+            "gpt2-mini", total_batch_size=65536, max_steps=1525, optimizer="muon", lr=1.8e-3, min_lr=0.0,
+            schedule="wsd", warmup_steps=0.025, decay_steps=0.65, val_tokens=1048576, hellaswag_every=0,
+            checkpoint_every=250,
+        ),
+    ),
     # Sizes (n_layer, n_head, n_embd): OpenAI's code, and GPT-3 2.7B, whose weights, gradients and AdamW
     # moments take 42 GB. Learning rates: Brown et al. 2020, table 2.1, for the closest size.
     "gpt2-medium": (GPTConfig(24, 16, 1024), TrainConfig("gpt2-medium", lr=3e-4, min_lr=3e-5)),

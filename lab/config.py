@@ -72,7 +72,7 @@ class RunConfig:
     """Settings that all training programs share: data, hardware, speed, evaluation, logging and
     checkpoints. Each program's TrainConfig adds batch, optimizer and schedule."""
 
-    preset: str = "gpt2"  # model and other defaults: gpt2 ... gpt2-2.7b, laptop, or sft
+    preset: str = "gpt2"  # model and other defaults: gpt2, gpt2-mini ... gpt2-2.7b, laptop, sft
     # data
     data: str = "edu_fineweb10B"  # folder of token shards (made by fineweb.py), or file of chats
     shuffle: bool = True  # read sequences in a random order; off: in the order on disk
