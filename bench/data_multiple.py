@@ -30,7 +30,10 @@ from lab.data.shards import TokenShards, write_npy
 BLOCK = 65536  # tokens
 RUN = "--val_tokens 1048576 --hellaswag_every 0 --sample_every 0 --run_name run"
 RECIPES = {  # {recipe: (flags, mean size of a batch; small-data begins with half of total_batch_size)}
-    "small-data": ("speedrun.py --preset small-data --fp8 all", 0.875),
+    "small-data": (
+        "speedrun.py --preset small-data --fp8 all --block_size 1024 --seq_len 1024",
+        0.875,
+    ),
     "gpt2": ("train_gpt2.py --preset gpt2 --lr 1.2e-3 --min_lr 1.2e-4 --fp8 all", 1.0),
 }
 

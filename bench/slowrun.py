@@ -15,7 +15,7 @@ Validation is on the targets that train_gpt2.py and speedrun.py are validated on
 --val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. The
 program cuts the split into sequences of 2049 tokens, so the first token of each would never be a
 target. Therefore the file that it reads repeats the last token of each sequence. The program sees up
-to 2,048 tokens of context, speedrun.py's presets up to 1,024, which favors Slowrun's program.
+to 2,048 tokens of context, like speedrun.py's preset small-data.
 
 Seconds are those of training steps, without evaluation; the first step counts as an average one. The
 program reports the lowest of several losses as its result: those after each epoch, that of the moving
