@@ -174,7 +174,7 @@ def build(cfg: CorpusConfig) -> Manifest:
                 f"{path} is missing, with which these shards were made; restore it, or delete {cfg.out}",
             )
         chat, texts = is_chat(files, cfg.text_column), texts_of(files, cfg.text_column)
-        if chat and cfg.tokenizer.startswith("bpe:"):
+        if chat and cfg.tokenizer.startswith(("bpe:", "wordpiece")):
             raise UserError(
                 f"--tokenizer {cfg.tokenizer} learns from texts, but {cfg.source} has conversations; pass "
                 "the tokenizer.json of the run that you want to fine-tune"
