@@ -274,6 +274,11 @@ def parse_flags(
     before = vars(defaults[0]) | vars(defaults[1])
     was = " (was {})" if cfg.resume else ""
     changed = [f"{k}={values[k]}{was.format(v)}" for k, v in before.items() if values[k] != v]
+    for name in FROM_DATA if cfg.resume else ():
+        require(
+            before[name] in (FROM_DATA[name], values[name]),
+            f"{name}={values[name]} must be {before[name]}, as in the resumed {cfg.run_name}; leave it out",
+        )
     if changed:
         reason += f"; changed by flags: {', '.join(changed)}"
     if cfg.resume and any(before[name] != values[name] for name in ("seed", "shuffle", "seq_len")):
@@ -479,9 +484,10 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
         )
         for name, value in found.items():
             flag = getattr(model_config, name)
-            if flag not in (FROM_DATA[name], value) and not cfg.resume:
-                raise UserError(f"{name}={flag} must be {value}, as in {cfg.data}; leave it out")
-        found["vocab_size"] = asked or found["vocab_size"]  # a resumed run keeps its own
+            if flag not in (FROM_DATA[name], value):
+                rule = f"{name}={flag} must be {value}, as in {cfg.data}; leave it out"
+                require(cfg.resume, rule)
+                found[name] = flag  # a resumed run keeps its own
     elif cfg.init_from and not asked:
         theirs = config_of(cfg.init_from, cfg.log_dir)
         found = {name: value for name, value in theirs.items() if name in FROM_DATA}

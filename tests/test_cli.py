@@ -123,6 +123,8 @@ def test_vocabulary_comes_from_the_data_unless_a_flag_is_given(tmp_path, shards,
     result = run_train("--max_steps", 1, "--vocab_size", 300)
     assert result.returncode == 0 and "no samples and no bits per byte" in result.stdout
     assert run_train("--resume", "--max_steps", 2).returncode == 0
+    result = run_train("--resume", "--max_steps", 3, "--eot_id", 5)
+    assert result.returncode == 2 and "eot_id=5 must be 299, as in the resumed" in result.stderr
     for other in (299, 301):
         result = run_train("--run_name", "other", "--vocab_size", other)
         assert result.returncode == 2 and f"vocab_size={other} must be 300, as in" in result.stderr

@@ -374,8 +374,14 @@ ASKED = b'{"messages": [{"role": "user", "content": "x"}]}\n'
 TALK = ASKED.replace(b"}]", b'}, {"role": "assistant", "content": "y"}]')
 BAD = {  # file name, content, more arguments, pattern of the error message
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
+    "no name": ("", b"", "--source=", "--source  does not exist"),
     "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
-    "a number": ("a.jsonl", LINES + b'{"text": 5}\n', "", r"line 501: no text"),
+    "a number": (
+        "a.jsonl",
+        LINES + b'{"text": 5}\n',
+        "",
+        r"line 501: no text under 'text', but 5;",
+    ),
     "not JSON": ("a.jsonl", LINES + b'{"text": \n', "", r"a\.jsonl, line 501: not JSON"),
     "cut gzip": ("a.jsonl.gz", GZIP[: len(GZIP) // 2], "", r"a\.jsonl\.gz is damaged"),
     "another bit in zst": ("a.jsonl.zst", ZSTD.replace(b"k9Zq", b"k9Zp"), "", r"zst is damaged"),
@@ -403,6 +409,12 @@ BAD = {  # file name, content, more arguments, pattern of the error message
         ASKED.replace(b"user", b"bot"),
         "",
         r"a\.jsonl, line 1: role 'bot' in a message",
+    ),
+    "WordPiece": (
+        "a.jsonl",
+        TALK * 20,
+        "--tokenizer wordpiece",
+        "learns from texts, but a.jsonl has",
     ),
     "alone": ("a.jsonl", TALK, "", r"a\.jsonl must have a usable conv.* another one"),
 }

@@ -54,7 +54,7 @@ def local_files(source: str, strict: bool = False) -> list[File]:
     Raises UserError if there is nothing to read or, with `strict`, if anything is skipped.
     """
     root = Path(source)
-    if not root.exists():
+    if not source or not root.exists():  # Path("") is the current folder
         raise UserError(f"--source {source} does not exist; pass a file, a folder, hub or builtin")
     paths, base = [root], root.parent
     if root.is_dir():  # the folder may also contain shards of these texts
@@ -351,8 +351,9 @@ def records_of(unit: Unit) -> Iterator[tuple[str, dict]]:
 def text_of(record: dict, column: str, where: str) -> str:
     """The text of a JSONL record; null is an empty text. Raises UserError if it is missing or has NUL."""
     if column not in record or not isinstance(record[column], str | None):
+        found = f", but {record[column]!r:.60}" if column in record else ""
         raise UserError(
-            f"{where}: no text under {column!r}; --text_column must be one of its keys, "
+            f"{where}: no text under {column!r}{found}; --text_column must be one of its keys, "
             f"{', '.join(record)} (docs/DATA.md lists the forms of conversations)"
         )
     text = record[column] or ""
