@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from lab.data.manifest import sha256_of
-from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
 from lab.eval import blimp_published
 from lab.eval.multiple_choice import (
@@ -51,7 +50,7 @@ from lab.files import (
     write_errors,
 )
 from lab.hardware import oom_hint
-from lab.registry import tokenizer_name
+from lab.registry import load_tokenizer
 from lab.tools.plot_style import color_of, style
 
 # ------------------------------------------------------------------------------------------ 1. file
@@ -189,7 +188,7 @@ def load_pairs(
     path or the run's data folder."""
 
     def load():
-        tokenizer = get_tokenizer(tokenizer_name(model.config, source))
+        tokenizer = load_tokenizer(model.config, source)
         pairs = first_of_each(read_pairs(path or locate()), limit)
         return tokenize_pairs(pairs, tokenizer, model.config.block_size, leading_space)
 

@@ -29,7 +29,6 @@ if __name__ == "__main__":
 import numpy as np
 
 from lab.data.manifest import sha256_of
-from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
 from lab.eval.multiple_choice import (
     Benchmark,
@@ -41,7 +40,7 @@ from lab.eval.multiple_choice import (
 )
 from lab.files import atomic_write, check_writable, finite_json, read_errors
 from lab.hardware import oom_hint
-from lab.registry import tokenizer_name
+from lab.registry import load_tokenizer
 
 # ------------------------------------------------------------------------------------------ 1. file
 
@@ -163,7 +162,7 @@ def load_examples(
     to which there may be a tokenizer file."""
 
     def load():
-        tokenizer = get_tokenizer(tokenizer_name(model.config, source))
+        tokenizer = load_tokenizer(model.config, source)
         examples = read_examples(path or locate())
         return tokenize_examples(examples, tokenizer, model.config.block_size, limit, skip_long)
 

@@ -21,7 +21,7 @@ import torch
 from records import append_record, origin, print_rows
 from tyro.conf import Positional, arg
 
-from lab.cli import parse_args, run_main
+from lab.cli import parse_args, require, run_main
 from lab.data.chat import STOP_STRINGS, records_in, render_chat
 from lab.data.sources import local_files
 from lab.distributed import World
@@ -109,6 +109,10 @@ def measure(model, tokenizer, asked, cfg):
 
 def main(argv):
     cfg = parse_args(Config, argv, description=__doc__)
+    require(0 <= cfg.tenth < 10, f"tenth={cfg.tenth} must be from 0 to 9")
+    require(
+        0 <= cfg.temperature <= 100, f"temperature={cfg.temperature} must be from 0 (greedy) to 100"
+    )
     chats = [chat for _, chat in records_in(local_files(cfg.data))]
     asked, rest = chats[cfg.tenth :: 10], [c for i, c in enumerate(chats) if i % 10 != cfg.tenth]
     others = [said for chat in rest for _, said, _ in turns(chat)]

@@ -14,7 +14,13 @@ import torch
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
 from lab.data.manifest import read_manifest, sha256_of
-from lab.data.tokenizers import TOKENIZER_FILE, printable, tokenizer_for_vocab_size
+from lab.data.tokenizers import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    get_tokenizer,
+    printable,
+    tokenizer_for_vocab_size,
+)
 from lab.files import check_keys, read_errors, read_json
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
@@ -126,6 +132,23 @@ def tokenizer_name(model_config, source: str | Path = "") -> str:
     if path.exists():
         return str((path if path.is_dir() else path.parent) / name)
     return str(download(str(source)) / name)  # a model on the hub
+
+
+def load_tokenizer(model_config, source: str | Path = "") -> Tokenizer:
+    """The tokenizer of a model; see tokenizer_name. Raises UserError if it is missing or another model's."""
+    name = tokenizer_name(model_config, source)
+    hint = f"copy the {TOKENIZER_FILE} that the model was trained with"
+    require(
+        not name.endswith(TOKENIZER_FILE) or Path(name).exists(),
+        f"there is no tokenizer {name}; {hint}",
+    )
+    tokenizer = get_tokenizer(name)
+    require(
+        tokenizer.vocab_size == model_config.vocab_size,
+        f"tokenizer {name} has {tokenizer.vocab_size} ids, but the model has {model_config.vocab_size}; "
+        f"{hint}",
+    )
+    return tokenizer
 
 
 def is_tuned(source: str) -> bool | None:

@@ -258,6 +258,13 @@ def test_more_than_five_runs_are_distinguished_by_line_style():
     assert len(set(looks)) == 12 and {style for _, style in looks[:5]} == {"-"}
 
 
+def test_the_default_file_has_the_whole_names_of_runs(tmp_path):
+    """A stem of 0.1 would let the comparison with 0.2 overwrite the one with 0.3."""
+    runs = [write_log(tmp_path / f"lr_0.{i}", RUN) for i in (1, 2)]
+    plot.main(list(map(str, runs)))
+    assert (runs[0] / "loss_with_lr_0.2.png").exists()
+
+
 def test_twenty_runs_fit_into_the_file_name_and_the_legend(tmp_path, drawn):
     runs = [write_log(tmp_path / f"2026-11-28_{i:06}", RUN) for i in range(20)]
     plot.main(list(map(str, runs)))

@@ -13,6 +13,8 @@ from tokenizers import BertWordPieceTokenizer
 from lab.cli import UserError
 from lab.data.tokenizers import MARK, get_or_train, get_tokenizer, tokenizer_for_vocab_size
 from lab.hf.export import write_gpt2_tokenizer
+from lab.registry import load_tokenizer
+from train_gpt2 import GPTConfig
 
 TEXTS = ["the theme of the other thesis, don't they?\n\n  12 12 naïve 日本語 🙂\n"] * 30
 
@@ -271,3 +273,13 @@ def test_a_tokenizer_file_is_used_again(tmp_path, bpe_file):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     wrong = fail("fineweb.py", "--source", "chats.jsonl", "--tokenizer", "bpe:300", cwd=tmp_path)
     assert "pass the tokenizer.json of the run that you want to fine-tune" in wrong
+
+
+def test_a_tokenizer_of_another_model_is_refused(bpe_file):
+    """Its ids may be beyond the model's embedding, or the model's ids beyond its vocabulary."""
+    folder = Path(bpe_file).parent
+    config = GPTConfig(vocab_size=290, tokenizer="tokenizer.json")
+    assert load_tokenizer(config, folder).vocab_size == 290
+    config.vocab_size = 300
+    with pytest.raises(UserError, match="tokenizer.json has 290 ids, but the model has 300"):
+        load_tokenizer(config, folder)

@@ -23,7 +23,6 @@ from lab.data.tokenizers import (
     END_OF_TEXT,
     SPECIAL_TOKENS,
     TOKENIZER_FILE,
-    ByteBPETokenizer,
     byte_bpe,
     byte_names,
     get_tokenizer,
@@ -34,7 +33,14 @@ from lab.hf import bert, gpt2
 from lab.hf.gguf_file import GgufType, check_gguf, write_gguf
 from lab.hf.hub import check_hub_name, model_card, push
 from lab.hf.load import CHECKSUM_FILE, read_checksums
-from lab.registry import is_tuned, load_model, resolve_source, tokenizer_name, training_data
+from lab.registry import (
+    is_tuned,
+    load_model,
+    load_tokenizer,
+    resolve_source,
+    tokenizer_name,
+    training_data,
+)
 
 
 def export(
@@ -263,7 +269,8 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         write_gpt2_tokenizer(folder, config.block_size)
     else:
         vocab = {char: byte for byte, char in enumerate(byte_names())}
-        tokenizer = byte_bpe(vocab) if name == "bytes" else ByteBPETokenizer(name).fast
+        tokenizer: Any = load_tokenizer(config, source)
+        tokenizer = byte_bpe(vocab) if name == "bytes" else tokenizer.fast
         tokenizer.encode_special_tokens = False  # transformers parses special tokens in a prompt
         save_fast_tokenizer(
             folder, config, tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.cli import UserError
+from lab.cli import UserError, require
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import TOKENIZER_FILE
 from lab.files import check_keys, first_line, read_errors, read_json
@@ -231,13 +231,18 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     """
     rows = model.config.vocab_size
     for name, value in state.items():
-        if value.layout != torch.strided or value.is_meta:
-            raise UserError(f"{name} of {source} must be a dense tensor with data; save it as one")
+        float8 = value.is_floating_point() and value.itemsize == 1
+        require(
+            value.layout == torch.strided and not value.is_meta and not float8,
+            f"{name} of {source} must be a dense tensor of 16 or more bits; save it as one",
+        )
     tied = model.lm_head.weight is model.transformer.wte.weight  # an edited model may be untied
-    if tied and HEAD in state and not torch.equal(state[HEAD][:rows], state[WTE][:rows]):
-        raise UserError(
+    if tied and HEAD in state:
+        head = torch.atleast_1d(state[HEAD])
+        require(
+            torch.equal(head[:rows], state[WTE][:rows]),
             f"{HEAD} of {source} must equal {WTE}, because GPT-2's head is tied to the token "
-            "embedding; choose another model"
+            "embedding; choose another model",
         )
     if model.lm_head.weight.is_meta:
         # like Muon's num_matrices
@@ -271,8 +276,8 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
                 f"{name} of {source} has shape {tuple(value.shape)}, but the model needs "
                 f"{tuple(p.shape)}; choose another model"
             )
-        check_finite(value, name, source)
         p.copy_(value)
+        check_finite(p, name, source)  # after the conversion, because a float64 may be too large
 
 
 def check_finite(value: Tensor, name: str, source: Any) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from lab.cli import UserError, command_for
-from lab.data.tokenizers import END_OF_TEXT, Tokenizer, get_tokenizer
+from lab.data.tokenizers import END_OF_TEXT, Tokenizer
 from lab.hardware import compile_unsupported_reason
 from lab.inference.decode_step import CUDAGraphDecoder, supports
 from lab.inference.generate import compile_decode_step, generate, prefetch_tokens
 from lab.inference.int8 import quantize_linears_
 from lab.inference.token_logprobs import token_logprobs
 from lab.precision import Precision
-from lab.registry import load_model, tokenizer_name
+from lab.registry import load_model, load_tokenizer
 
 # parameters; on a CPU, smaller models fit in the caches and bf16 would not be faster
 LARGE_MODEL = 20_000_000
@@ -41,7 +41,7 @@ def load_for_inference(
             f"{source} is a masked language model, which cannot generate text; choose another, or "
             f'export this one with `{command_for("lab export")}` for transformers\' pipeline("fill-mask")'
         )
-    tokenizer = get_tokenizer(tokenizer_name(model.config, source))
+    tokenizer = load_tokenizer(model.config, source)
     tokenizer.token_bytes()  # raises UserError for a WordPiece, whose tokens are not bytes of text
     large = device.type == "cpu" and model.num_params() >= LARGE_MODEL
     if weights == "auto" and large and torch.cpu._is_avx512_bf16_supported():

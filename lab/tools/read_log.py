@@ -60,7 +60,8 @@ def output_path(paths: Sequence[Path], out: str | Path, name: str, *suffixes: st
     the names of the other runs added, or their number if there are many. Raises UserError for other
     suffixes than `suffixes`, which also prevents overwriting a log."""
     first = paths[0] if paths[0].is_dir() else paths[0].parent
-    others = "".join(f"_with_{path.resolve().stem}" for path in paths[1:])
+    names = [path.resolve().name.removesuffix(".jsonl") for path in paths]
+    others = "".join(f"_with_{name}" for name in names[1:])
     if len(others) > 150:  # the names of files have at most 255 bytes
         others = f"_with_{len(paths) - 1}_others"
     path = Path(out) if out else (first / name).with_stem(Path(name).stem + others)
