@@ -26,10 +26,10 @@ def lock_run_dir(trainer) -> Iterator[None]:
     """
 
     def enter():
-        in_use = (
-            f"{trainer.run_dir} is in use by a run that is still running; stop that one first (its "
+        in_use = f"{trainer.run_dir} is in use by a run that is still running; stop that one first "
+        in_use += (
+            "(its processes may outlive a torchrun that was killed), or pass another --run_name"
         )
-        in_use += "processes may outlive a torchrun that was killed), or pass another --run_name"
         stack.enter_context(dir_lock(trainer.run_dir, in_use))
         write_config(trainer)
         for path in trainer.run_dir.glob("*.part"):  # left by a process that was killed
