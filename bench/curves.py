@@ -87,8 +87,8 @@ def passes(runs, out_path, dark):
 @made_by("python bench/slowrun.py --epochs 8 --more='--n_layer=12 --n_embd=768 --n_head=6'")
 def small_data(runs, out_path, dark):
     """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
-    program and the preset small-data (its first seed, and averaged probabilities of two and three); at the end,
-    BLiMP (small-data: mean of the seeds)."""
+    program and the preset small-data (its first seed, and averaged probabilities of two and three seeds);
+    at the end, BLiMP (small-data: mean of the seeds)."""
     found = [r for r in records(runs, "data_multiple", "curve") if r["recipe"] == "gpt2"]
     gpt2 = min(found, key=lambda r: r["val_loss"])
     steps, losses = np.array(gpt2["curve"][1:]).T  # the first is before training
