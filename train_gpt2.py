@@ -65,6 +65,7 @@ from lab.trainer.checkpoint import AsyncCheckpointer, CheckpointMixin, restore_c
 from lab.trainer.console import print_summary
 from lab.trainer.health import HealthMonitor
 from lab.trainer.loggers import RunLogger
+from lab.trainer.model_check import check_model
 from lab.trainer.run_dir import lock_run_dir
 from lab.trainer.signals import GracefulStop, SignalHandler
 from lab.trainer.throughput import StepTimer, Throughput
@@ -525,6 +526,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
+    check_model(raw_model, world)  # warns if a position sees later tokens
     if cfg.kernels == "fused":  # replace HeadLoss and MLP, if unedited, with faster ones
         kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
     batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)

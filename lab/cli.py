@@ -268,7 +268,7 @@ def shell_quote(text: str | Path) -> str:
 def command_for(name: str) -> str:
     """The command to type for a program of this project ("sample.py") or a tool ("lab report")."""
     file, _, tool = name.partition(" ")
-    path = "-m lab" if file == "lab" else file
+    path = "-m lab" if file == "lab" else shell_quote(file)
     if Path.cwd() != ROOT:
         path = shell_quote(ROOT / file)
     # "python" if that is the running interpreter, otherwise the interpreter's path

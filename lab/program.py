@@ -76,6 +76,12 @@ def code_hash(cls: type) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
+def file_hash(path: str) -> str:
+    """A hash of a program's code. Comments and formatting don't count."""
+    text = ast.unparse(ast.parse(Path(path).read_bytes()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def file_of(module: ModuleType | None) -> str:
     return Path(getattr(module, "__file__", None) or "").name
 

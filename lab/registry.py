@@ -317,5 +317,6 @@ def check_program(run_dir: Path, trainer_class: type) -> None:
     # by file name, because a user's file may have moved
     require(
         (Path(file).name, name) == (Path(our_file).name, our_name),
-        f"{run_dir} is a run of {file}; resume it with `{command_for(file)} --resume` and the same flags",
+        f"{run_dir} is a run of {file}; resume it with `{command_for(file)} --resume` and the same flags "
+        "(if you renamed that file, give it its old name)",
     )

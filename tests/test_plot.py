@@ -108,11 +108,21 @@ def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
         command = f"python {kind}.py --lr 1 --seed {seed} --run_name {name}"
         of = [start() | dict(command=command), *RUN[1:-1], val(400, loss)]
         logs[name] = read_log.read_log(write_log(tmp_path / name, of))
-    gap = "0.02 nats below the mean of old-1 and old-2"
-    assert plot.headline(logs).startswith("the mean of new-1 and new-2 has validation loss 1.71 at")
-    assert plot.headline(logs).endswith(gap)
+    at = "at 3.28M tokens, the mean of new-1 and new-2 has validation loss 1.710"
+    # 4.30 * sqrt(0.0052 / 2 * (1 / 2 + 1 / 2))
+    gap = "0.020 ± 0.219 nats below the mean of old-1 and old-2"
+    assert plot.headline(logs) == f"no clear difference: {at}, {gap}"
+    logs["new-1"]["start"].append(start() | dict(step=9, command="python new.py --resume"))
+    assert plot.headline(logs) == f"no clear difference: {at}, {gap}", "a resumed run stays a seed"
+    logs["new-1"]["start"][-1]["changed"] = {"lr": [1, 2]}
+    assert "new-1 has" in plot.headline(logs) and plot.headline(logs).endswith(
+        "; 1 other is higher"
+    )
+    logs["new-1"]["start"].pop()
+    logs["new-1"]["start"][0]["code"] = "edited"
+    assert "new-1 has" in plot.headline(logs), "other code is not another seed"
     logs.pop("new-2")
-    assert plot.headline(logs).startswith("new-1 has validation loss 1.66")
+    assert "new-1 has validation loss 1.660" in plot.headline(logs)
     logs.pop("new-1")
     assert plot.headline(logs).startswith("old-1 has validation loss 1.72"), "two runs stay alone"
 

@@ -64,6 +64,29 @@ def test_a_soft_cap_in_head_loss_trains_and_validates_with_it(tmp_path, shards):
     assert read_run(tmp_path / "log" / "p").losses[-1] < 5.4
 
 
+HEAD_LOSS = 'return losses if reduction == "none" else losses.sum()\n'
+WRONG = {
+    "later tokens": ("is_causal = hide_later and mask is None", "is_causal = False"),
+    "another loss": (HEAD_LOSS, HEAD_LOSS.replace("losses.sum()", "0.9 * losses.sum()")),
+    "nan": (HEAD_LOSS, HEAD_LOSS.replace("losses.sum()", "losses.sum() * math.nan")),
+}
+SAID = {
+    "later tokens": "warning: predictions change with later tokens",
+    "another loss": "but the cross-entropy of its logits is",
+    "nan": "the model's loss is nan before training, so the fault is in the model",
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_mistakes_in_an_edited_model_are_found_before_training(mistake, tmp_path, shards):
+    program = edited_copy(tmp_path, "my_gpt.py", WRONG[mistake])
+    done = run_python(program, *TINY_RUN, "--data", shards, *TINY, cwd=tmp_path)
+    assert done.returncode == (2 if mistake == "nan" else 0)
+    assert SAID[mistake] in done.stdout + done.stderr
+    for other in WRONG.keys() - {mistake}:
+        assert SAID[other] not in done.stdout + done.stderr
+
+
 def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards):
     """From training to export. In older versions, all tools loaded train_gpt2.GPT for such checkpoints."""
     program = edited_copy(tmp_path, "my_gpt.py", RELU2)

@@ -57,9 +57,14 @@ def headline(logs: dict[str, RunLog]) -> str:
     return ", ".join(parts or ["no loss was logged"]).capitalize()
 
 
+# 97.5th percentile of Student's t distribution with 1, 2, ... degrees of freedom; for more than eight about
+# 1.96 + 2.7 / degrees
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
+
+
 def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
-    two, runs that differ only in their seeds are compared by their mean."""
+    two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval."""
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     if not (common := last_common(logs)):
@@ -69,26 +74,49 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
         return "the runs can only be compared at step 0, before training"
     kind = {"val": "validation", "train": "training"}[name]
     where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
-    groups: dict[str, list[tuple[str, float]]] = {}  # {command without the seed: runs and losses}
+    found: dict[str, tuple[list[str], list[float]]] = {}  # by settings without the seed
     for run, log, rows in zip(names, logs, losses_by_position(logs, name)):
-        key = without_seed(log) if len(logs) > 2 else ""
-        groups.setdefault(key or run, []).append((run, rows[last][1]))
-    means = [
-        (fmean(loss for _, loss in of), mean_of([run for run, _ in of])) for of in groups.values()
-    ]
-    if len(means) == 1:
-        return f"{means[0][1]} has {kind} loss {means[0][0]:.2f} at {where}"
-    (best, first), (other, second) = sorted(means)[:2]
-    if other - best < 0.005:
-        return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}"
-    gap = f"{other - best:.2f} nats below {second}"
-    return f"{first} has {kind} loss {best:.2f} at {where}, {gap}"
+        runs, losses = found.setdefault(len(logs) > 2 and without_seed(log) or run, ([], []))
+        runs.append(run)
+        losses.append(rows[last][1])
+    groups = sorted(found.values(), key=lambda group: fmean(group[1]))
+    first, best = mean_of(groups[0][0]), fmean(groups[0][1])
+    if len(groups) == 1:
+        return f"{first} has {kind} loss {best:.2f} at {where}"
+    second, other = mean_of(groups[1][0]), fmean(groups[1][1])
+    gap, half = other - best, half_width(groups[0][1], groups[1][1])
+    more = len(groups) - 2
+    rest = f"; {more} other{'s are' if more > 1 else ' is'} higher" * bool(more)
+    if half is None:  # one run each
+        if gap < 0.005:
+            return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}{rest}"
+        return f"{first} has {kind} loss {best:.2f} at {where}, {gap:.2f} nats below {second}{rest}"
+    size = f"{gap:.3f} ± {half:.3f} nats below {second}"
+    if gap < half:
+        return f"no clear difference: at {where}, {first} has {kind} loss {best:.3f}, {size}{rest}"
+    return f"{first} has {kind} loss {best:.3f} at {where}, {size}{rest}"
+
+
+def half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of the difference between two means, by Student's t test with the pooled
+    variance; None for one loss each."""
+    degrees = len(a) + len(b) - 2
+    if not degrees:
+        return None
+    t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.7 / degrees
+    squares = sum((v - fmean(group)) ** 2 for group in (a, b) for v in group)
+    return t * math.sqrt(squares / degrees * (1 / len(a) + 1 / len(b)))
 
 
 def without_seed(log: RunLog) -> str:
-    """The command that started a run, without its seed and name; "" if it did not set a seed."""
-    command = (log.get("start") or [{}])[-1].get("command", "")
-    return re.sub(r" --(seed|run_name)[ =]\S+", "", command) if " --seed" in command else ""
+    """What runs that differ only in their seeds have in common: the program's code, the command that
+    started the run without its seed and name, and what was changed when it was resumed. "" if the command
+    did not set a seed."""
+    first, *resumed = log.get("start") or [{}]
+    command = first.get("command", "")
+    changed = [start.get("changed") for start in resumed if start.get("changed")]
+    alike = re.sub(r" --(seed|run_name)[ =]\S+", "", command)
+    return f"{first.get('code')} {alike} {changed}" if " --seed" in command else ""
 
 
 def mean_of(names: Sequence[str]) -> str:
@@ -330,4 +358,5 @@ def main(argv: list[str]) -> None:
     out = output_path(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with write_errors(out, "choose another place with --out"):
         draw(runs, out, cfg.dark)
-    print(f"wrote {out}")
+    said = headline(dict(zip(run_names(runs), map(read_log, runs))))
+    print(f"{textwrap.fill(said, 98)}\nwrote {out}" if len(runs) > 1 else f"wrote {out}")

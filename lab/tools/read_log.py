@@ -18,7 +18,7 @@ RunLog = dict[str, list[Record]]  # {kind: records, sorted by step}
 # types of the fields that are not numbers
 FIELD_TYPES: dict[str, Any] = dict.fromkeys("texts words passed_over shaded".split(), list)
 FIELD_TYPES |= dict.fromkeys(
-    "kind device precision torch reason error path file command".split(), str
+    "kind device precision torch reason error path file command code".split(), str
 )
 FIELD_TYPES |= {"changed": dict}
 

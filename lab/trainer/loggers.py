@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.cli import RunError, UserError, eprint, format_error, shell_quote
 from lab.files import check_regular, finite_json, write_errors
-from lab.program import program_file
+from lab.program import file_hash, program_file
 from lab.trainer.console import Console
 from lab.trainer.run_dir import config_dict
 
@@ -113,14 +113,15 @@ class RunLogger:
 
 
 def typed_command(trainer: Any) -> dict[str, str]:
-    """{"command": the command that started this run}, for lab report; empty if another program did, such
-    as a notebook."""
+    """{"command": the command that started this run, "code": a hash of its program}, for lab report and
+    lab plot; empty if another program did, such as a notebook."""
     program = Path(program_file(type(trainer))).name
     if Path(sys.argv[0]).name != program:
         return {}
     processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
     start = f"torchrun --nproc_per_node {processes}" if trainer.world.world_size > 1 else "python"
-    return {"command": " ".join([start, program, *map(shell_quote, sys.argv[1:])])}
+    command = " ".join([start, program, *map(shell_quote, sys.argv[1:])])
+    return {"command": command, "code": file_hash(sys.argv[0])}
 
 
 def changed_settings(trainer: Any, state: dict) -> dict[str, list]:
