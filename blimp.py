@@ -397,6 +397,7 @@ def main(argv: list[str]) -> None:
         f"pairs={cfg.pairs} must be 2 or more, because one pair has no standard error; for all leave "
         "--pairs out",
     )
+    require(not cfg.json or cfg.json.endswith(".json"), f"json={cfg.json} must end in .json")
     if cfg.figure and Path(cfg.figure).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"figure={cfg.figure} must end in .png, .svg or .pdf")
     for name in ("json", "figure"):

@@ -356,6 +356,7 @@ def main(argv: list[str]) -> None:
         value = getattr(cfg, name)
         require(value >= 0, f"{name}={value} must be 0 or more; leave --{name} out for the default")
     if cfg.json:
+        require(cfg.json.endswith(".json"), f"json={cfg.json} must end in .json")
         check_writable(cfg.json, "json")
     with oom_hint(OOM_FIX):
         run(cfg)

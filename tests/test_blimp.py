@@ -263,11 +263,13 @@ def test_bad_file_is_one_sentence(tmp_path, name):
     [
         ("--pairs 1", "pairs=1 must be 2 or more"),
         ("--figure x.txt", "figure=x.txt must end in .png"),
-        ("--json no/x.json/y --data none.zip", "there is no BLiMP file none.zip"),
-        ("--json .", "cannot be written"),
+        ("--json no/x/y.json --data none.zip", "there is no BLiMP file none.zip"),
+        ("--json d/d.json", "cannot be written"),
+        ("--json pairs.jsonl", "json=pairs.jsonl must end in .json"),
     ],
 )
 def test_bad_flags_are_one_sentence(tmp_path, checkpoint, flags, message):
+    (tmp_path / "d" / "d.json").mkdir(parents=True)
     words = ["--model", checkpoint, "--device", "cpu", *flags.split()]
     assert message in fail("blimp.py", *words, cwd=tmp_path)
 
