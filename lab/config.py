@@ -217,8 +217,8 @@ def check_training(cfg: Any, model_config: Any) -> None:
         check_length(cfg, name)
     require(
         cfg.seq_len <= model_config.block_size,
-        f"seq_len={cfg.seq_len} must be at most block_size={model_config.block_size}; shorten it "
-        f"or pass --block_size {cfg.seq_len}",
+        f"seq_len={cfg.seq_len} must be at most block_size={model_config.block_size}; shorten it"
+        + f" or pass --block_size {cfg.seq_len}" * (not cfg.resume and not cfg.init_from),
     )
     require(
         cfg.eps > 0,
