@@ -460,6 +460,11 @@ def resolve_on_rank0(
             f"run `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
             "(docs/DATA.md says with which --tokenizer), then pass --data data/mine",
         )
+        require(
+            hasattr(trainer_class.model_class, "generate"),
+            f"data={cfg.data} is a file of conversations, but masked language models train on texts; pass a "
+            f"folder that `{command_for('fineweb.py')} --tokenizer wordpiece` made",
+        )
         # a file of conversations, packed into rows of one sequence each
         name = tokenizer_name(model_config, cfg.init_from)
         cfg = dataclasses.replace(cfg, data=build_chats(cfg.data, name, cfg.seq_len))

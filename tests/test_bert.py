@@ -364,6 +364,7 @@ def test_damaged_tokenizer_is_refused(tmp_path, texts):
         ("--seq_len 2", "seq_len=2 must be at least 3: [CLS], a token and [SEP]"),
         ("--sample_every 1 --sample_prompt Paris", "sample_prompt='Paris' must contain [MASK]"),
         ("--init_from {run}", "--tokenizer {run}/tokenizer.json --out FOLDER"),
+        ("--data chats.jsonl", "data=chats.jsonl is a file of conversations, but masked"),
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused(tmp_path, texts, learnt, flags, sentence):
