@@ -111,9 +111,9 @@ def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
     at = "at 3.28M tokens, the mean of new-1 and new-2 has validation loss 1.710"
     # 4.30 * sqrt(0.0052 / 2 * (1 / 2 + 1 / 2))
     gap = "0.020 ± 0.219 nats below the mean of old-1 and old-2"
-    assert plot.headline(logs) == f"no clear difference: {at}, {gap}"
+    assert plot.headline(logs) == f"No clear difference: {at}, {gap}"
     logs["new-1"]["start"].append(start() | dict(step=9, command="python new.py --resume"))
-    assert plot.headline(logs) == f"no clear difference: {at}, {gap}", "a resumed run stays a seed"
+    assert plot.headline(logs) == f"No clear difference: {at}, {gap}", "a resumed run stays a seed"
     logs["new-1"]["start"][-1]["changed"] = {"lr": [1, 2]}
     assert "new-1 has" in plot.headline(logs) and plot.headline(logs).endswith(
         "; 1 other is higher"
@@ -263,7 +263,8 @@ def test_a_failing_loss_curve_does_not_end_a_run(tmp_path, capfd):
 
 def test_more_than_five_runs_are_distinguished_by_line_style():
     looks = [
-        tuple(look.values()) for *_, look in plot.run_looks(dict.fromkeys(range(12)), "loss", False)
+        tuple(look.values())
+        for *_, look in plot.run_looks({str(n): {} for n in range(12)}, "loss", False)
     ]
     assert len(set(looks)) == 12 and {style for _, style in looks[:5]} == {"-"}
 

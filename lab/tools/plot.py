@@ -44,7 +44,7 @@ def headline(logs: dict[str, RunLog]) -> str:
     """A sentence with the main result of {run name: log}; for several runs see compare_losses."""
     runs = list(logs.values())
     if len(runs) > 1:
-        return compare_losses(list(logs), runs)
+        return compare_losses(logs)
     steps, losses = column(runs[0], "val", "loss")
     train_steps, train_losses = column(runs[0], "train", "loss")
     parts = [f"validation loss {losses[-1]:.2f} at step {steps[-1]:,}"] if steps else []
@@ -62,9 +62,10 @@ def headline(logs: dict[str, RunLog]) -> str:
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 
 
-def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
+def compare_losses(named: dict[str, RunLog]) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
     two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval."""
+    logs = list(named.values())
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     if not (common := last_common(logs)):
@@ -74,17 +75,14 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
         return "the runs can only be compared at step 0, before training"
     kind = {"val": "validation", "train": "training"}[name]
     where = f"{short(last)} tokens" if by_tokens(logs) else f"step {last:,}"
-    found: dict[str, tuple[list[str], list[float]]] = {}  # by settings without the seed
-    for run, log, rows in zip(names, logs, losses_by_position(logs, name)):
-        runs, losses = found.setdefault(len(logs) > 2 and without_seed(log) or run, ([], []))
-        runs.append(run)
-        losses.append(rows[last][1])
-    groups = sorted(found.values(), key=lambda group: fmean(group[1]))
-    first, best = mean_of(groups[0][0]), fmean(groups[0][1])
+    losses = {run: at[last][1] for run, at in zip(named, losses_by_position(logs, name))}
+    groups = sorted(seed_groups(named), key=lambda group: fmean(losses[run] for run in group))
+    values = [[losses[run] for run in group] for group in groups]
+    first, best = mean_of(groups[0]), fmean(values[0])
     if len(groups) == 1:
         return f"{first} has {kind} loss {best:.2f} at {where}"
-    second, other = mean_of(groups[1][0]), fmean(groups[1][1])
-    gap, half = other - best, half_width(groups[0][1], groups[1][1])
+    second, other = mean_of(groups[1]), fmean(values[1])
+    gap, half = other - best, half_width(*values[:2])
     more = len(groups) - 2
     rest = f"; {more} other{'s are' if more > 1 else ' is'} higher" * bool(more)
     if half is None:  # one run each
@@ -93,7 +91,7 @@ def compare_losses(names: Sequence[str], logs: Sequence[RunLog]) -> str:
         return f"{first} has {kind} loss {best:.2f} at {where}, {gap:.2f} nats below {second}{rest}"
     size = f"{gap:.3f} ± {half:.3f} nats below {second}"
     if gap < half:
-        return f"no clear difference: at {where}, {first} has {kind} loss {best:.3f}, {size}{rest}"
+        return f"No clear difference: at {where}, {first} has {kind} loss {best:.3f}, {size}{rest}"
     return f"{first} has {kind} loss {best:.3f} at {where}, {size}{rest}"
 
 
@@ -106,6 +104,14 @@ def half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.7 / degrees
     squares = sum((v - fmean(group)) ** 2 for group in (a, b) for v in group)
     return t * math.sqrt(squares / degrees * (1 / len(a) + 1 / len(b)))
+
+
+def seed_groups(logs: dict[str, RunLog]) -> list[list[str]]:
+    """The names of the runs, with those together that differ only in their seeds (not of only two runs)."""
+    groups: dict[str, list[str]] = {}
+    for name, log in logs.items():
+        groups.setdefault(len(logs) > 2 and without_seed(log) or name, []).append(name)
+    return list(groups.values())
 
 
 def without_seed(log: RunLog) -> str:
@@ -187,13 +193,17 @@ def phenomena(log: RunLog) -> dict[str, tuple[list[int], list[float]]]:
     return {name: curve for name, curve in found.items() if curve[0]}
 
 
-def run_looks(logs: dict[str, RunLog], what: str, dark: bool) -> Iterator[tuple[str, RunLog, dict]]:
-    """(name, log, color and line style) of each run. A single run has the color of the quantity `what`; the
-    sixth run is the first that is dashed."""
+def run_looks(
+    logs: dict[str, RunLog], what: str, dark: bool
+) -> Iterator[tuple[str | None, RunLog, dict]]:
+    """(label, log, color and line style) of each run. Seeds of the same settings look alike and have one
+    label. A single run has the color of the quantity `what`; the sixth look is the first that is dashed."""
     series = [color_of(what, dark)] if len(logs) == 1 else SERIES[dark]
     looks = itertools.product(("-", "--", ":", "-."), series)
-    for (name, log), (linestyle, color) in zip(logs.items(), itertools.cycle(looks)):
-        yield name, log, dict(color=color, linestyle=linestyle)
+    for group, (linestyle, color) in zip(seed_groups(logs), itertools.cycle(looks)):
+        for name in group:
+            label = ", ".join(group) if name == group[0] else None
+            yield label, logs[name], dict(color=color, linestyle=linestyle)
 
 
 # The panels: each draws {run name: log} into an Axes. x(log, steps) gives the horizontal positions.
@@ -210,6 +220,10 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
         thin = dict(look, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
         ax.plot(x(log, steps), losses, **thin, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
+        if (
+            not alone and len(steps) > 1 and steps[0] == 0
+        ):  # a line from there would hide the others
+            steps, losses = steps[1:], losses[1:]
         thick = dict(look, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
         ax.plot(x(log, steps), losses, **thick, label="validation (thick)" if alone else name)
         if alone and steps:
