@@ -108,22 +108,22 @@ def small_data(runs, out_path, dark):
     took = curves["small-data"][0][-1]
     ensembles = records(runs, "ensemble_seeds", "together")[-1]
     for n, loss in enumerate(ensembles["together"][1:], 2):
-        curves[f"{n} models averaged"] = np.array([n * took]), [loss]
-    title = "111M tokens of books: small-data is ahead of Slowrun's program"
-    note = "H200s, GPT-2's recipe an H100; 2026-11-27, 28; GPT-2's recipe sees 1,024 tokens, others 2,048"
+        curves[f"{n} models"] = np.array([n * took]), [loss]
+    title = "111M tokens of books: small-data, Slowrun's program, GPT-2's recipe"
+    note = "2, 3 models: mean probabilities; H200s, GPT-2's recipe on an H100; 2026-11-27, 28"
     figure, ax = blank(4.6, title, note)
     looks = {  # color, offset of the label in points, BLiMP
-        "GPT-2's recipe": ("green", -146, -52, f"\nBLiMP {gpt2['blimp']:.1%}"),
-        "Slowrun, 4 epochs": ("orange", 6, 0, ""),
+        "GPT-2's recipe": ("green", -145, -14, f"\nBLiMP {gpt2['blimp']:.1%}"),
+        "Slowrun, 4 epochs": ("orange", 6, -5, ""),
         "Slowrun, 8 epochs": ("orange", 6, 2, ""),
         "small-data": ("blue", 6, -16, f"\nBLiMP {score:.1%}"),
-        "2 models averaged": ("blue", -60, -16, ""),
-        "3 models averaged": ("blue", -60, -22, ""),
+        "2 models": ("blue", -40, -16, ""),
+        "3 models": ("blue", -40, -16, ""),
     }
     for label, (minutes, losses) in curves.items():
         name, dx, dy, blimp = looks[label]
         color = color_of(name, dark)
-        ax.plot(minutes, losses, "o-", color=color, markersize=3)
+        ax.plot(minutes, losses, "o--" if "8 epochs" in label else "o-", color=color, markersize=3)
         text = f"{label}: {losses[-1]:.3f}{blimp}"
         write(ax, text, minutes[-1], losses[-1], dx, dy, color=color)
     ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
