@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.cli import UserError, eprint, torchrun_env
+from lab.cli import UserError, eprint, listed, require, torchrun_env
 from lab.hardware import resolve_device
 
 
@@ -127,10 +127,18 @@ def warmup_ddp_buckets(model: torch.nn.Module, precision) -> None:
 
     DDP sorts its buckets after the first backward pass. With three ranks or more the order affects how
     sums are rounded, so without this the first update of a resumed run would differ from the same
-    update of an uninterrupted run.
+    update of an uninterrupted run. Raises UserError for parameters without a gradient, for which DDP
+    would wait.
     """
     idx = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     with precision.autocast():
         _, loss = model(idx, idx)
     loss.backward()
+    named = model.module.named_parameters()
+    unused = [name for name, p in named if p.requires_grad and p.grad is None]
+    require(
+        not unused,
+        f"the loss does not depend on some parameters, for which DDP would wait: {listed(unused, 1)}; "
+        "remove them, or look for a detach() or no_grad()",
+    )
     model.zero_grad(set_to_none=True)

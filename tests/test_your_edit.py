@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_RUN, equal_bits, fail, read_run, run_code, run_python, succeed,
+    ROOT, TINY_RUN, Process, equal_bits, fail, read_run, run_code, run_python, succeed, two_ranks,
 )  # fmt: skip
 
 from lab.cli import UserError
@@ -85,6 +85,18 @@ def test_mistakes_in_an_edited_model_are_found_before_training(mistake, tmp_path
     assert SAID[mistake] in done.stdout + done.stderr
     for other in WRONG.keys() - {mistake}:
         assert SAID[other] not in done.stdout + done.stderr
+
+
+def test_a_layer_without_gradient_is_named_under_torchrun(tmp_path, shards):
+    extra = "        self.n_head, self.layer, self.attention ="
+    program = edited_copy(
+        tmp_path, "my_gpt.py", (extra, f"        self.extra = nn.Linear(2, 2)\n{extra}")
+    )
+    words = [program, *TINY_RUN, "--data", shards, *TINY]
+    said = "depend on some parameters, for which DDP would wait: transformer.h.0.attn.extra.weight"
+    done = [Process(*words, cwd=tmp_path, **rank) for rank in two_ranks()]
+    assert all(process.wait() == 2 for process in done)
+    assert said in done[0].stderr
 
 
 def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards):
