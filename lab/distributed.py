@@ -134,7 +134,7 @@ def warmup_ddp_buckets(model: torch.nn.Module, precision) -> None:
     with precision.autocast():
         _, loss = model(idx, idx)
     loss.backward()
-    named = model.module.named_parameters()
+    named = [(n.removeprefix("module."), p) for n, p in model.named_parameters()]
     unused = [name for name, p in named if p.requires_grad and p.grad is None]
     require(
         not unused,
