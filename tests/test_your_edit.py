@@ -11,12 +11,15 @@ from conftest import (  # isort: skip
     ROOT, TINY_RUN, Process, equal_bits, fail, read_run, run_code, run_python, succeed, two_ranks,
 )  # fmt: skip
 
+import speedrun
 from lab.cli import UserError
+from lab.distributed import World
 from lab.hf.load import copy_into
 from lab.optim.fsdp2 import shard_state_dict
 from lab.program import class_path, find_class
 from lab.registry import load_model
 from lab.trainer.checkpoint import read_checkpoint
+from lab.trainer.model_check import check_model
 from train_gpt2 import GPT
 
 TINY = "--max_steps 3 --checkpoint_every 3 --val_every 3 --lr 3e-3".split()
@@ -85,6 +88,21 @@ def test_mistakes_in_an_edited_model_are_found_before_training(mistake, tmp_path
     assert SAID[mistake] in done.stdout + done.stderr
     for other in WRONG.keys() - {mistake}:
         assert SAID[other] not in done.stdout + done.stderr
+
+
+class SeesAll(speedrun.GPT):
+    def hidden(self, idx, position=None, mask=None, cache=None):
+        T = idx.size(1)
+        return super().hidden(idx, position, torch.ones(1, 1, T, T, dtype=torch.bool), cache)
+
+
+def test_a_view_of_later_tokens_is_found_although_speedrun_begins_with_zeros(capsys):
+    for model, found in ((SeesAll, True), (speedrun.GPT, False)):
+        model = model(speedrun.PRESETS["laptop"][0])
+        before = [p.clone() for p in model.parameters()]
+        check_model(model, World("cpu", 60))
+        assert ("change with later tokens" in capsys.readouterr().out) == found
+        assert equal_bits(before, list(model.parameters()))
 
 
 def test_a_layer_without_gradient_is_named_under_torchrun(tmp_path, shards):
