@@ -30,7 +30,7 @@ from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source,
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
 from lab.data.python_docs import build_python_docs
-from lab.data.tokenizers import TOKENIZER_FILE, get_or_train, is_wordpiece, tokenizer_path
+from lab.data.tokenizers import get_or_train, tokenizer_path
 from lab.files import dir_lock
 
 
@@ -142,9 +142,7 @@ def main(argv: list[str]) -> int:
     chats = " --preset sft --init_from RUN" if manifest["context"] else ""
     if manifest["tokens"] * (1 if cfg.tokenizer == "bytes" else 4) < 1e6 and not chats:
         print("note: this is less than 1 MB of text, which a model soon learns by heart")
-    learned = manifest["tokenizer"] == TOKENIZER_FILE
-    bert = learned and not chats and is_wordpiece(cfg.out / TOKENIZER_FILE)
-    program = command_for("bert.py" if bert else "train_gpt2.py")
+    program = command_for("bert.py" if cfg.tokenizer == "wordpiece" else "train_gpt2.py")
     print(f"train on them: {program} --data {shell_quote(cfg.out)}{chats}")
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print("there is no GPU: a small model trains faster on data with --tokenizer bytes")

@@ -145,7 +145,6 @@ PRESETS = {
         TrainConfig(
             "gpt2-mini", total_batch_size=65536, max_steps=1525, optimizer="muon", lr=1.8e-3, min_lr=0.0,
             schedule="wsd", warmup_steps=0.025, decay_steps=0.65, val_tokens=1048576, hellaswag_every=0,
-            checkpoint_every=250,
         ),
     ),
     # Sizes (n_layer, n_head, n_embd): OpenAI's code, and GPT-3 2.7B, whose weights, gradients and AdamW
@@ -526,7 +525,7 @@ def build_trainer(model_config, cfg, world, state=None, trainer_class=Trainer):
     if cfg.init_from and not state:
         registry.init_from(cfg.init_from, raw_model, cfg.log_dir)
     raw_model.to(world.device)
-    check_model(raw_model, world)  # warns if a position sees later tokens
+    check_model(raw_model, world)  # warns if it sees later tokens, a common mistake in edits
     if cfg.kernels == "fused":  # replace HeadLoss and MLP, if unedited, with faster ones
         kernels.replace_modules(raw_model, MLP, precision, cfg.fp8, world.print0)
     batch_size = cfg.batch_size or find_max_batch_size(raw_model, cfg, world, precision, state)

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from records import append_record, gpu_name, origin, print_rows
 
-from lab.cli import UserError, eprint, parse_args, require, run_main
+from lab.cli import UserError, eprint, parse_args, run_main
 from lab.hardware import resolve_device
 from lab.hf.export import to_transformers
 from lab.inference.generate import KVCache, generate, prefetch_tokens
@@ -102,8 +102,6 @@ def timed(name, side, ids, n):
 
 def main(argv):
     cfg = parse_args(Config, argv, description=__doc__)
-    for name in ("prompt", "tokens", "batch", "rounds"):
-        require(getattr(cfg, name) > 0, f"{name}={getattr(cfg, name)} must be at least 1")
     device = resolve_device(cfg.device, 0)
     Precision("auto", device).set_matmul_precision()
     makers = sides_of(cfg, device)

@@ -272,14 +272,6 @@ def test_active_run_is_not_resumed_by_another_process(tmp_path, start_training, 
     assert run_train("--resume", "--max_steps", step + 1).returncode == 0
 
 
-def test_a_log_line_that_was_cut_off_does_not_swallow_the_next_one(tmp_path, run_train):
-    assert run_train("--max_steps", 1).returncode == 0
-    log = tmp_path / "log" / "r" / "log.jsonl"
-    log.write_text(log.read_text()[:-9])
-    assert run_train("--resume", "--max_steps", 2).returncode == 0
-    assert sum(line.startswith('{"kind": "start"') for line in log.read_text().splitlines()) == 2
-
-
 def test_missing_fields_get_defaults_and_wrong_types_are_named(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model": {"n_layer": 9, "depth": 1}, "train": {"lr": 1}}))

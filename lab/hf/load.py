@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.cli import UserError, require
+from lab.cli import UserError
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import TOKENIZER_FILE
 from lab.files import check_keys, first_line, read_errors, read_json
@@ -231,18 +231,14 @@ def copy_into(model: Any, state: dict[str, Tensor], source: str) -> None:
     """
     rows = model.config.vocab_size
     for name, value in state.items():
-        float8 = value.is_floating_point() and value.itemsize == 1
-        require(
-            value.layout == torch.strided and not value.is_meta and not float8,
-            f"{name} of {source} must be a dense tensor of 16 or more bits; save it as one",
-        )
+        if value.layout != torch.strided or value.is_meta:
+            raise UserError(f"{name} of {source} must be a dense tensor with data; save it as one")
     tied = model.lm_head.weight is model.transformer.wte.weight  # an edited model may be untied
-    if tied and HEAD in state:
-        head = torch.atleast_1d(state[HEAD])
-        require(
-            torch.equal(head[:rows], state[WTE][:rows]),
+    head = torch.atleast_1d(state[HEAD]) if tied and HEAD in state else None
+    if head is not None and not torch.equal(head[:rows], state[WTE][:rows]):
+        raise UserError(
             f"{HEAD} of {source} must equal {WTE}, because GPT-2's head is tied to the token "
-            "embedding; choose another model",
+            "embedding; choose another model"
         )
     if model.lm_head.weight.is_meta:
         # like Muon's num_matrices

@@ -220,9 +220,8 @@ def draw_loss(ax: Any, logs: dict[str, RunLog], dark: bool, x: Callable) -> None
         thin = dict(look, linewidth=1, alpha=0.9, marker="." if len(steps) == 1 else None)
         ax.plot(x(log, steps), losses, **thin, label="training (thin)" if alone else None)
         steps, losses = column(log, "val", "loss")
-        if (
-            not alone and len(steps) > 1 and steps[0] == 0
-        ):  # a line from there would hide the others
+        # compared runs are drawn without the loss before training: the steep line from it hides the rest
+        if not alone and len(steps) > 1 and steps[0] == 0:
             steps, losses = steps[1:], losses[1:]
         thick = dict(look, linewidth=2.4, markersize=5, marker="o" * (len(steps) <= 60))
         ax.plot(x(log, steps), losses, **thick, label="validation (thick)" if alone else name)

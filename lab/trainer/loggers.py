@@ -38,8 +38,6 @@ class RunLogger:
         with write_errors(self.run_dir):
             check_regular(path := self.run_dir / "log.jsonl")
             self.file = path.open("a", buffering=1)  # append when resuming
-            if self.file.tell() and not path.read_bytes().endswith(b"\n"):  # cut off by a full disk
-                self.file.write("\n")
             self.tensorboard = TensorBoardWriter(self.run_dir, self.trainer.step)
         if self.trainer.cfg.wandb:
             import wandb  # pyright: ignore[reportMissingImports]  # optional

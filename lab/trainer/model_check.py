@@ -1,5 +1,6 @@
 """Check a model before training for mistakes of an edit that raise no error."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def check_model(model: Any, world: Any) -> None:
     model.train()
     for p in zero:
         p.zero_()
-    if not loss - loss == 0:  # inf - inf and nan - nan are nan
+    if not math.isfinite(loss):
         raise UserError(
             f"the model's loss is {loss} before training, so the fault is in the model: look for a division "
             "by 0, a logarithm of 0, or a mask that hides all tokens"
