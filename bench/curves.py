@@ -87,8 +87,9 @@ def passes(runs, out_path, dark):
 @made_by("python bench/slowrun.py --epochs 8 --more='--n_layer=12 --n_embd=768 --n_head=6'")
 def small_data(runs, out_path, dark):
     """Validation loss against GPU-minutes of training on the same text: GPT-2's recipe, NanoGPT Slowrun's
-    program and the preset small-data (its first seed, and averaged probabilities of two and three seeds);
-    at the end, BLiMP (small-data: mean of the seeds)."""
+    program (with the size of small-data, and with its published 317M weights) and the preset small-data:
+    its first seed, and averaged probabilities of two seeds with 6,500 steps and of three; at the end,
+    BLiMP (small-data: mean of the seeds)."""
     found = [r for r in records(runs, "data_multiple", "curve") if r["recipe"] == "gpt2"]
     gpt2 = min(found, key=lambda r: r["val_loss"])
     steps, losses = np.array(gpt2["curve"][1:]).T  # the first is before training
@@ -97,7 +98,8 @@ def small_data(runs, out_path, dark):
         seconds, _, losses = zip(*other["curve"][1:])
         minutes = np.array(seconds) / 60 * other["settings"]["gpus"]
         # the last loss is that of the averaged weights
-        name = f"Slowrun, {other['settings']['epochs']} epochs"
+        size = "" if other["settings"]["more"] else " 317M"
+        name = f"Slowrun{size},\n{other['settings']['epochs']} epochs"
         curves[name] = np.append(minutes, minutes[-1]), [*losses, other["lowest"]]
     records(runs, "small_data_2048_1", "kind")
     log = read_log(runs / "small_data_2048_1.jsonl")
@@ -105,25 +107,28 @@ def small_data(runs, out_path, dark):
     curves["small-data"] = training_seconds(log, at[1:]) / 60, losses[1:]
     files = [runs / f"blimp_small_data_2048_{seed}.json" for seed in (1, 2, 3)]
     score = np.mean([json.loads(file.read_text())["acc"] for file in files])
-    took = curves["small-data"][0][-1]
-    ensembles = records(runs, "ensemble_seeds", "together")[-1]
-    for n, loss in enumerate(ensembles["together"][1:], 2):
-        curves[f"{n} models"] = np.array([n * took]), [loss]
+    three, two = records(runs, "ensemble_seeds", "together")[-2:]
+    longer = read_log(runs / "small_data_6500_1.jsonl")
+    took = training_seconds(longer, [6500]) / 60
+    curves["2 models, longer"] = 2 * took, two["together"][-1:]
+    curves["3 models"] = 3 * curves["small-data"][0][-1:], three["together"][-1:]
     title = "111M tokens of books: small-data, Slowrun's program, GPT-2's recipe"
-    note = "2, 3 models: mean probabilities; H200s, GPT-2's recipe on an H100; 2026-11-27, 28"
+    note = "2 (6,500 steps), 3 models: mean probabilities; H200s, GPT-2's recipe on an H100; 2026-11-27, 28"
     figure, ax = blank(4.6, title, note)
     looks = {  # color, offset of the label in points, BLiMP
         "GPT-2's recipe": ("green", -145, -14, f"\nBLiMP {gpt2['blimp']:.1%}"),
-        "Slowrun, 4 epochs": ("orange", 6, -5, ""),
-        "Slowrun, 8 epochs": ("orange", 6, 2, ""),
+        "Slowrun,\n4 epochs": ("orange", 6, -5, ""),
+        "Slowrun,\n8 epochs": ("orange", 6, 0, ""),
+        "Slowrun 317M,\n4 epochs": ("orange", -4, 20, ""),
         "small-data": ("blue", 6, -16, f"\nBLiMP {score:.1%}"),
-        "2 models": ("blue", -40, -16, ""),
+        "2 models, longer": ("blue", -92, -16, ""),
         "3 models": ("blue", -40, -16, ""),
     }
     for label, (minutes, losses) in curves.items():
         name, dx, dy, blimp = looks[label]
         color = color_of(name, dark)
-        ax.plot(minutes, losses, "o--" if "8 epochs" in label else "o-", color=color, markersize=3)
+        line = "o--" if "8 epochs" in label else "o:" if "317M" in label else "o-"
+        ax.plot(minutes, losses, line, color=color, markersize=3)
         text = f"{label}: {losses[-1]:.3f}{blimp}"
         write(ax, text, minutes[-1], losses[-1], dx, dy, color=color)
     ax.set(xlabel="GPU-minutes of training", ylabel="validation loss (nats per token)")
