@@ -19,7 +19,8 @@ to 2,048 tokens of context, like speedrun.py's preset small-data.
 
 Seconds are those of training steps, without evaluation; the first step counts as an average one. The
 program reports the lowest of several losses as its result: those after each epoch, that of the moving
-average of the weights, and that of the average of the last checkpoints. The record has them all.
+average of the weights, and that of the average of the last checkpoints. The record has them all. With
+--blimp, the moving average is also scored on BLiMP.
 """
 
 import re
@@ -38,11 +39,25 @@ from records import (  # isort: skip
     RUNS, append_record, check_out, gpu_name, origin, print_rows, recorded, run_program,
 )  # fmt: skip
 
+import blimp
 from lab.cli import UserError, parse_args, run_main
 from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
 
 T = 2048  # its sequence length
 VOCAB, EOT = 50257, 50256
+
+# Scores the pairs in pairs.pt, if there are any: rows with the good sentences, then as many with the bad
+BLIMP = """if os.path.exists("pairs.pt"):
+            pairs = torch.load("pairs.pt")
+            sums = []
+            with torch.no_grad(), autocast_ctx:
+                for x, y in zip(pairs["inputs"].split(512), pairs["targets"].split(512)):
+                    loss = orig_model(x.to(device), y.to(device), loss_reduction="none")
+                    sums.append(loss.view(y.shape).sum(1))
+            good, bad = torch.cat(sums).view(2, -1)
+            blimp = ((good < bad) + 0.5 * (good == bad)).float().mean().item()
+            print0(f"BLiMP: {{blimp:.6f}}")"""
 
 # (old, new) of tiny/train.py, with the reason above each pair; each `old` must occur exactly once. In
 # `new`, {name} is a field of Config.
@@ -73,6 +88,8 @@ EDITS = [
         "round(args.wd_phase2_epoch / args.num_epochs * num_iterations)",
         "round(8 / 16 * num_iterations)",
     ),
+    # the weights are those of the moving average here
+    ('wandb_run.log({"step": step, "val/ema_bpb": ema_bpb, "val/ema_loss": ema_loss})', BLIMP),
 ]
 LOSS = r"([\d.]+|nan|inf)"
 STEP = re.compile(r"^step (\d+) .* dt: ([\d.]+)ms", re.MULTILINE)
@@ -82,6 +99,7 @@ RESULTS = {
     "average": rf"^Ckpt avg Val BPB: .* Val Loss: {LOSS}",
     "lowest": rf"^Min val Loss: {LOSS}",
     "peak_mib": r"^Peak memory: ([\d.]+)",
+    "blimp": r"^BLiMP: ([\d.]+)",
 }
 
 
@@ -95,6 +113,7 @@ class Config:
     device_batch_size: int = 16  # sequences of 2,048 tokens per GPU and micro-step
     val_tokens: int = 1048576  # targets of the validation split
     more: str = ""  # more flags of tiny/train.py: --more="--n_layer 12 --n_embd 768 --n_head 6"
+    blimp: str = ""  # BLiMP.zip or a .jsonl file of pairs
     gpus: int = 1  # one process each
     timeout: int = 7200  # seconds after which the program is killed
     log: str = ""  # copy the program's output to this file
@@ -143,6 +162,21 @@ def validation_rows(shards, val_tokens):
     return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 
+def blimp_rows(path):
+    """{"inputs", "targets"} (2N, T), int64: the good sentences of N pairs, then the bad ones. Targets that
+    cancel in a pair's comparison, and padding, are -1."""
+    pairs = blimp.tokenize_pairs(blimp.read_pairs(path), get_tokenizer("gpt2"), T).tokens
+    rows = [(pair[0], pair[which]) for which in (1, 2) for pair in pairs]
+    longest = max(len(shared) + len(rest) for shared, rest in rows) - 1
+    inputs, targets = np.full((2, len(rows), longest), EOT)
+    targets[:] = -1
+    for i, (shared, rest) in enumerate(rows):
+        sentence, start = [*shared, *rest], len(shared) - 1
+        inputs[i, : len(sentence) - 1] = sentence[:-1]
+        targets[i, start : start + len(rest)] = rest
+    return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+
 def prepare(cfg, folder):
     """Make the folder in which the program runs: the edited copy, and both splits in its format."""
     source = Path(cfg.slowrun, "tiny", "train.py")
@@ -162,6 +196,8 @@ def prepare(cfg, folder):
     convert(train, folder / "fineweb_data" / "fineweb_train.pt")
     rows = validation_rows(val, cfg.val_tokens).flatten()
     convert(val, folder / "fineweb_data" / "fineweb_val.pt", rows, np.zeros(1, np.int64))
+    if cfg.blimp:
+        torch.save(blimp_rows(cfg.blimp), folder / "pairs.pt")
     (folder / "train.py").write_text(apply_edits(source.read_text(), asdict(cfg)))
 
 
@@ -217,10 +253,9 @@ def print_table(records):
         rows.append([
             f"{Path(s['data']).name} {s['more']}".strip(), r["peer_commit"][:7], s["epochs"], r["run_steps"],
             f"{r['seconds'] * s['gpus']:.0f}", f"{r['step_ms']:.0f}", *losses,
+            f"{r['blimp']:.1%}" if r.get("blimp") else "",
         ])  # fmt: skip
-    head = (
-        "data and flags,commit,epochs,steps,GPU-seconds,ms per step,last epoch,EMA,average,lowest"
-    )
+    head = "data and flags,commit,epochs,steps,GPU-seconds,ms per step,last epoch,EMA,average,lowest,BLiMP"
     print_rows(head.split(","), rows)
 
 

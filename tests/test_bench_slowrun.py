@@ -10,6 +10,7 @@ from conftest import ROOT, run_python, write_shards
 
 from lab.cli import UserError
 from lab.data.shards import TokenShards
+from lab.data.tokenizers import get_tokenizer
 from lab.distributed import World
 from lab.eval.validation import evaluate
 from lab.precision import Precision
@@ -72,10 +73,18 @@ for i in range(EVAL_TOKENS // (B * T)):
     x, y = batches[i][:, :-1], batches[i][:, 1:]
     loss, count = loss + ((x * 7 + y * 3) % 11).sum().item(), count + y.numel()
 print(f"Step 00000 | Val BPB: 15.6 | Val Loss: {loss / count:.6f}")
+print0, device, autocast_ctx = print, "cpu", torch.autocast("cpu", enabled=False)
+def orig_model(x, y, loss_reduction):
+    return torch.where(y < 0, 0, (x * 7 + y * 3) % 11).float().flatten()
 for step, ms in ((1, 9000), (2, 100), (3, 300)):
     print(f"step {step:05d} (9.00%) | loss: 9.0 | dt: {ms:.2f}ms | tok/sec: 9 | bf16_mfu: 0.10%")
 print("Step 00003 | Epoch 1 | Val BPB: 1.100000 | Val Loss: 4.250000")
-print("EMA Val BPB: 1.100000 | EMA Val Loss: 4.125000")
+wandb_run.log = lambda _: None
+if True:
+    if True:
+        print("EMA Val BPB: 1.100000 | EMA Val Loss: 4.125000")
+        ema_bpb, ema_loss = 1.1, 4.125
+        wandb_run.log({"step": step, "val/ema_bpb": ema_bpb, "val/ema_loss": ema_loss})
 print("Ckpt avg Val BPB: 1.1 | Val Loss: 4.500000")
 print("Peak memory: 2048.00 MiB\\nMin val BPB: 1.100000\\nMin val Loss: 4.125000")
 os.makedirs("runs/run")
@@ -128,6 +137,31 @@ def test_both_programs_are_validated_on_the_same_targets(checkout, data, tmp_pat
     assert (record["ema"], record["average"], record["lowest"]) == (4.125, 4.5, 4.125)
     assert (record["step_ms"], record["peak_mib"], record["tokens"]) == (200, 2048, 3 * 8192)
     assert run_table(tmp_path).split()[-4:] == ["4.2500", "4.1250", "4.5000", "4.1250"]
+
+
+def test_blimp_compares_the_summed_losses_of_whole_sentences(checkout, data, tmp_path, gpt2_files):
+    words = "the cat cats sees see a dog dogs near never".split()
+
+    def sentence(i, k):
+        return " ".join(words[(i * k + j * j) % 10] for j in range(4 + i % 5)) + "."
+
+    pairs = [(sentence(i, 3), sentence(i, 7)) for i in range(1, 40)]
+    lines = [
+        {"sentence_good": good, "sentence_bad": bad, "UID": "x", "linguistics_term": "x"}
+        for good, bad in pairs
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run(checkout, data, tmp_path, "--blimp", "pairs.jsonl")
+    encode = get_tokenizer("gpt2").encode
+
+    def loss(text):
+        tokens = np.array([slowrun.EOT, *encode(" " + text)])
+        return ((tokens[:-1] * 7 + tokens[1:] * 3) % 11).sum()
+
+    right = [(loss(g) < loss(b)) + 0.5 * (loss(g) == loss(b)) for g, b in pairs]
+    assert 0.2 < np.mean(right) < 0.8
+    record = json.loads((tmp_path / "o.jsonl").read_text())
+    assert record["blimp"] == pytest.approx(np.mean(right), abs=1e-6)
 
 
 def run_table(tmp_path):
