@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_fineweb import BYTES, call, hashes
+from test_loader import make_loader
 
 import fineweb
 from lab.cli import UserError
@@ -233,6 +234,34 @@ def test_chat_shards(tmp_path):
     got = call(*args, "--shard_tokens", 9000)  # would mix shards of both
     assert got.returncode == 2 and "shard_tokens = 5000, but now it is 9000" in got.stderr
     assert call(*args).returncode == 0 and hashes(out) == before
+
+
+def test_each_conversation_is_the_first_of_its_row_in_some_epoch(tmp_path):
+    talks = [say(f"question {i}", f"answer {i}") for i in range(30)]
+    talks[3] += say("more?", "no.")  # an end-of-text inside of a conversation
+    source, out, tok = tmp_path / "chat.jsonl", tmp_path / "o", get_tokenizer("bytes")
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    assert call("--source", source, *BYTES, "--context", 130, "--out", out).returncode == 0
+    shards, first = TokenShards(out, "train", 257), set()
+    rows = len(shards) // 130
+    loader = make_loader(shards, rows, seq_len=130, total_batch_size=rows * 130)
+    for _ in range(4):
+        x, y, num_targets = loader.next_batch()  # an epoch
+        seen = []
+        for row, targets in zip(x.numpy(), y.numpy()):
+            text = tok.decode(row)
+            here = re.findall(
+                r"User: (question \d+)\n\nAssistant: (answer \d+)<\|endoftext\|>", text
+            )
+            assert text.startswith(f"{END}User: {here[0][0]}\n")
+            answers = "".join(re.findall(r"Assistant:(.*?<\|endoftext\|>)", text))
+            assert tok.decode(targets[targets >= 0]) == answers
+            assert (targets[:-1] == row[1:])[targets[:-1] >= 0].all()
+            seen, first = seen + here, first | {here[0]}
+        wanted = {(t[0]["content"], t[1]["content"]) for i, t in enumerate(talks) if i % 10}
+        assert len(seen) == len(wanted) == 27 and set(seen) == wanted
+        assert num_targets == int((y >= 0).sum())
+    assert rows < 14 and first == wanted
 
 
 def test_a_chat_file_may_have_a_long_name_and_a_copy(tmp_path, monkeypatch):

@@ -180,6 +180,22 @@ def pack_rows(
     return all_ids, all_masks, np.array([row[2] for row in rows])
 
 
+def rotate_rows(x: np.ndarray, y: np.ndarray, turns: np.ndarray, eot: int) -> None:
+    """Rotate rows of packed conversations in place, so that conversation turns[i] of row i (modulo their
+    number) is the first one. x, y (B, T): tokens and targets; turns (B,).
+
+    In use, every conversation is the first of its context. One that is later in its row in all epochs
+    would only be learned at those positions."""
+    for row, target, turn in zip(x, y, turns):
+        is_eot = row == eot
+        end = np.flatnonzero(~is_eot)[-1] + 2  # after the end-of-text of the last answer
+        # a conversation begins with an end-of-text, and the answer before it ends with another
+        later = np.flatnonzero(is_eot[:-2] & is_eot[1:-1] & ~is_eot[2:]) + 1
+        starts = [0, *later]
+        for tokens in (row, target):
+            tokens[:end] = np.roll(tokens[:end], -starts[turn % len(starts)])
+
+
 def records_in(files: list[File]) -> Iterator[tuple[str, dict]]:
     """("<file>, line <number>", the object) of every record of JSONL or parquet files."""
     return (record for unit in all_units(files, "") for record in records_of(unit))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.cli import UserError, counted
+from lab.data.chat import rotate_rows
 from lab.data.shards import TokenShards
 from lab.distributed import World
 
@@ -160,6 +161,8 @@ class TokenLoader:
             num_targets = self.step_sequences * int(targets[0])
         elif self.shards.masks:
             num_targets = self.masked_targets(first_sequence)
+            if self.shards.manifest.get("context"):  # rows of packed conversations
+                rotate_rows(x, y, ids * self.seq_len // len(self.shards), self.shards.eot)
         x, y = torch.from_numpy(x), torch.from_numpy(y)
         if self.device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
