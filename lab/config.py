@@ -281,7 +281,9 @@ def parse_flags(
         )
     if changed:
         reason += f"; changed by flags: {', '.join(changed)}"
-    if cfg.resume and any(before[name] != values[name] for name in ("seed", "shuffle", "seq_len")):
+    if cfg.resume and any(
+        before[name] != values[name] for name in ("seed", "shuffle", "seq_len", "align_documents")
+    ):
         reason += (
             "; the text now has another order, so this epoch repeats some of it and omits some"
         )

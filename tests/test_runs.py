@@ -336,7 +336,12 @@ def test_changes_after_which_numbers_cannot_be_compared(tmp_path, shards):
         build = train_gpt2.build_trainer
         assert build(GPTConfig(**TINY_MODEL), changed, World("cpu"), state).best_val == best
     how = train_gpt2.PRESETS, "", train_gpt2.Trainer
-    for flags, reported in ("--lr 1", False), ("--seed 7", True), ("--no_shuffle", True):
+    for flags, reported in (
+        ("--lr 1", False),
+        ("--seed 7", True),
+        ("--no_shuffle", True),
+        ("--align_documents", True),
+    ):
         argv = ["--resume", "--log_dir", str(tmp_path), "--max_steps", "4", *flags.split()]
         reason = train_gpt2.settings.parse_flags(argv, *how)[0]
         assert ("the text now has another order" in reason) == reported

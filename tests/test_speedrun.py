@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from lab.inference.generate import KVCache, generate
 from lab.inference.streaming import make_decode_step
 from lab.registry import init_from, load_model
 from lab.trainer.checkpoint import restore_checkpoint
+from lab.trainer.throughput import Throughput
 from speedrun import GPT, GPTConfig, TrainConfig, step_tokens
 
 TINY = dict(n_layer=3, n_head=2, n_embd=32, block_size=32, vocab_size=VOCAB)
@@ -260,8 +262,31 @@ def test_learning_rate_momentum_and_batch_schedules(tmp_path, shards):
         (0.02, 0.95, 128),
     ]  # fmt: skip
     assert [step_tokens(step, run.cfg) for step in (0, 19, 20)] == [64, 64, 128]
-    with pytest.raises(UserError, match="=192 must .* try 256, or pass --batch_warmup_steps 0"):
-        replace(run.cfg, total_batch_size=192).validate(run.raw_model.config)
+    with pytest.raises(UserError, match="=144 must .* try 256, or pass --batch_warmup_steps 0"):
+        replace(run.cfg, total_batch_size=144).validate(run.raw_model.config)
+    with pytest.raises(UserError, match="=128 must be a multiple of 256 .*; pass --batch_size 4"):
+        replace(run.cfg, batch_size=8).validate(run.raw_model.config)
+
+
+def test_each_process_and_step_has_its_own_dropout(tmp_path, shards):
+    def masks(rank):
+        run = in_process(tmp_path / str(rank), shards, model=dict(dropout=0.5), max_steps=9)
+        run.world.rank, seen = rank, []
+        for _ in range(2):
+            run.train_step()
+            seen.append(torch.dropout(torch.ones(99), 0.5, True).tolist())
+        return seen
+
+    (a, b), (c, _) = masks(0), masks(1)
+    assert a != b and a != c and masks(0) == [a, b]
+
+
+def test_time_left_counts_the_tokens_of_later_steps(tmp_path, shards):
+    run = in_process(tmp_path, shards, batch_warmup_steps=2)
+    throughput = Throughput(run, None)
+    run.train_step()
+    values = throughput.read()
+    assert values["seconds_left"] * values["tok_per_s"] == pytest.approx(64 + 128 + 128)
 
 
 def test_spike_names_its_own_sequences_during_batch_warmup(tmp_path, shards):
@@ -402,6 +427,17 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
     said = run_speedrun("--resume", "--max_steps", 7, "--checkpoint_every", 0)
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
+
+
+def test_a_shortened_run_ends_with_the_average_of_its_weights(tmp_path, run_speedrun):
+    run_speedrun("--max_steps", 6, "--checkpoint_every", 4, "--ema_steps", 3)
+    whole, stopped = tmp_path / "log/r", tmp_path / "log/stopped"
+    stopped.mkdir()
+    for name in ("config.json", "model_000004.pt"):
+        shutil.copy(whole / name, stopped)
+    run_speedrun("--resume", "--run_name", "stopped", "--max_steps", 4)
+    state = read_run(stopped).checkpoints[4]
+    assert all(torch.equal(state["model"][name], t) for name, t in state["average"].items())
 
 
 def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):

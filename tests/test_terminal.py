@@ -285,6 +285,8 @@ def test_advice_names_the_flags_that_a_program_has():
         (speedrun, {"lr", "muon_lr", "embed_lr"}),
     ):
         assert {*re.findall(r"--(\w+)", lower_lr_hint(vars(program.PRESETS["laptop"][1])))} == flags
+    adamw = train_gpt2.PRESETS["gpt2"][1]
+    assert lower_lr_hint(vars(adamw)) == "try a lower --lr"
     cfg = bert.PRESETS["laptop"][1]
     assert all(hasattr(cfg, flag) for flag in re.findall(r"--(\w+)", lower_lr_hint(vars(cfg))))
 

@@ -72,4 +72,6 @@ def perplexity(loss: float) -> str:
 def lower_lr_hint(settings: Mapping[str, Any]) -> str:
     """Advice that names the learning rates this program has."""
     others = [f"--{name}" for name in ("muon_lr", "embed_lr") if name in settings]
+    if settings.get("optimizer") == "adamw" and others == ["--muon_lr"]:
+        others = []  # train_gpt2.py's AdamW does not use it
     return "try a lower --lr" + f" (and {' and '.join(others)})" * bool(others)

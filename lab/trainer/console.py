@@ -27,6 +27,7 @@ from lab.program import program_file
 from lab.tools.read_log import read_log
 from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
 from lab.trainer.checkpoint import checkpoint_files, step_of
+from lab.trainer.throughput import step_tokens_of
 
 
 class Console:
@@ -92,7 +93,7 @@ class Console:
         trainer, cfg = self.trainer, self.cfg
         world, loader = trainer.world, trainer.loader
         c, shards = trainer.raw_model.config, loader.shards
-        step_tokens = getattr(trainer, "step_tokens", lambda step: cfg.total_batch_size)
+        step_tokens = step_tokens_of(trainer)
         remaining = range(trainer.step, cfg.max_steps)
         tokens = loader.position + sum(map(step_tokens, remaining))
         padded = c.padded_vocab_size > c.vocab_size

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -63,9 +64,15 @@ class Throughput:
             values["mfu"] = tok_per_s * self.flops_per_token / (self.peak * self.world.world_size)
         if self.world.device.type == "cuda":
             values["peak_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-        remaining = self.trainer.cfg.max_steps - self.trainer.step
-        values["seconds_left"] = seconds / steps * remaining
+        trainer = self.trainer
+        remaining = range(trainer.step, trainer.cfg.max_steps)
+        values["seconds_left"] = seconds / tokens * sum(map(step_tokens_of(trainer), remaining))
         return values | self.trainer.timer.read()
+
+
+def step_tokens_of(trainer: Any) -> Callable[[int], int]:
+    """The function from a step to its number of tokens, which changes in speedrun.py."""
+    return getattr(trainer, "step_tokens", lambda step: trainer.cfg.total_batch_size)
 
 
 class StepTimer:
