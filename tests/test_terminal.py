@@ -151,10 +151,13 @@ def resumed(log, step, rate):
          " of it). It is like guessing among 4.5 equally likely tokens "),
         (val_log(3, 2.5), "", "2.5000, is not good yet (not below the unigram loss, 2.000). It is like"
          " guessing among 12.2 "),
-        (val_log(3, 3.5), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and --muon_lr)."),
+        (val_log(3, 3.5, train=(3.4,)), "", "3.5000, is bad: a uniform guess has 2.996; try a lower --lr (and"
+         " --muon_lr)."),
         (val_log(3, 1.1, 1.2), "", "1.2000, is above its minimum of 1.1000 after step 10; train for fewer"
          " steps or on more data."),
         (val_log(3, 1.1, 1.2, train=(1.5, 1.5)), "", "1.1000 after step 10; try a lower --lr "),
+        (val_log(3, 3.5, train=(0.1, 0.1)), "", "guess has 2.996; train for fewer steps or on more"),
+        (val_log(1.2, 1.3), "log/base", "of 1.2000 after step 0; try a lower --lr "),
         (resumed(val_log(3, 1.1, 1.2), 10, rate=0.1), "", "of 1.1000 after step 10; train for fewer steps "),
         (resumed(val_log(3, 1.1, 1.2), 10, rate=0.3), "", "of 1.1000 after step 10; the learning rate"
          " rose again when the run was resumed, so let it finish."),

@@ -69,6 +69,10 @@ def test_a_soft_cap_in_head_loss_trains_and_validates_with_it(tmp_path, shards):
 
 HEAD_LOSS = 'return losses if reduction == "none" else losses.sum()\n'
 MISTAKES = {  # part of the message: edit
+    "for the same text differ": (
+        'F.gelu(self.c_fc(x), approximate="tanh")',
+        "F.dropout(F.gelu(self.c_fc(x)), 0.1)",
+    ),
     "change with later tokens": ("is_causal = hide_later and mask is None", "is_causal = False"),
     "the cross-entropy of its": (
         HEAD_LOSS,

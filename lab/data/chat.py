@@ -57,6 +57,15 @@ from lab.files import dir_lock
 ROLES = {"system": "System:", "user": "User:", "assistant": "Assistant:"}
 
 
+# what render_chat writes after the first end-of-text, for programs that read an export
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}{{ '\\n\\n' if not loop.first }}"
+    "{{ {'system': 'System: ', 'user': 'User: ', 'assistant': 'Assistant: '}[m.role] }}"
+    "{{ m.content | trim }}{{ '<|endoftext|>' if m.role == 'assistant' }}{% endfor %}"
+    "{{ '\\n\\nAssistant:' if add_generation_prompt }}"
+)
+
+
 def render_chat(
     messages: Any,
     tokenizer: Tokenizer,

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from tyro.conf import Positional, arg
 
 from lab.cli import UserError, eprint, parse_args, require
+from lab.data.chat import CHAT_TEMPLATE
 from lab.data.manifest import sha256_of
 from lab.data.tokenizers import (
     END_OF_TEXT,
@@ -265,8 +266,10 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         return f"no tokenizer files: copy {name}, which belongs to the model"
     if own and is_wordpiece(name):
         return f"no tokenizer files: copy {name}, in which [SEP] serves as end-of-text"
+    # transformers puts no end-of-text before it
+    chat = {"chat_template": END_OF_TEXT + CHAT_TEMPLATE} if is_tuned(source) else {}
     if name == "gpt2":
-        write_gpt2_tokenizer(folder, config.block_size)
+        write_gpt2_tokenizer(folder, config.block_size, chat)
     else:
         vocab = {char: byte for byte, char in enumerate(byte_names())}
         tokenizer: Any = load_tokenizer(config, source)
@@ -274,8 +277,12 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
         tokenizer.encode_special_tokens = False  # transformers parses special tokens in a prompt
         save_fast_tokenizer(
             folder, config, tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
-            unk_token=END_OF_TEXT, clean_up_tokenization_spaces=False,
+            unk_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **chat,
         )  # fmt: skip
+    if chat:
+        return (
+            "in transformers: tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        )
     return "in transformers put <|endoftext|> before a prompt; sample.py does so automatically"
 
 
@@ -287,9 +294,9 @@ def save_fast_tokenizer(folder: Path, config: Any, **parts: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_gpt2_tokenizer(folder: Path, block_size: int) -> None:
+def write_gpt2_tokenizer(folder: Path, block_size: int, chat: dict[str, Any]) -> None:
     """Write GPT-2's vocab.json and merges.txt, byte for byte as published, and tokenizer.json, which
-    combines them."""
+    combines them. chat: the chat_template of a model tuned for chat, or empty."""
     from tiktoken.load import read_file_cached
     from transformers import GPT2Tokenizer  # slow to import
 
@@ -300,7 +307,7 @@ def write_gpt2_tokenizer(folder: Path, block_size: int) -> None:
     (folder / "vocab.json").write_bytes(read_file_cached(f"{base}encoder.json", vocab))
     (folder / "merges.txt").write_bytes(read_file_cached(f"{base}vocab.bpe", merges))
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
-    GPT2Tokenizer(*files, model_max_length=block_size).save_pretrained(folder)
+    GPT2Tokenizer(*files, model_max_length=block_size, **chat).save_pretrained(folder)
 
 
 def main(argv: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lab.cli import UserError
-from lab.data.chat import ROLES
+from lab.data.chat import CHAT_TEMPLATE, ROLES
 from lab.data.tokenizers import END_OF_TEXT, TOKENIZER_FILE
 from lab.inference.generate import CHAT_TEMPERATURE, TEMPERATURE
 
@@ -21,14 +21,6 @@ NAMES = {  # our name of a module: llama.cpp's
     "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
     "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-# a conversation as lab.data.chat.render_chat writes it, for chat programs that read the GGUF file;
-# they put end-of-text before it
-CHAT_TEMPLATE = (
-    "{%- for m in messages %}{{ '\\n\\n' if not loop.first }}"
-    "{{ {'system': 'System: ', 'user': 'User: ', 'assistant': 'Assistant: '}[m.role] }}"
-    "{{ m.content | trim }}{{ '<|endoftext|>' if m.role == 'assistant' }}{% endfor %}"
-    "{{ '\\n\\nAssistant:' if add_generation_prompt }}"
-)
 OLLAMA_TEMPLATE = """{{- range $i, $m := .Messages }}{{ if $i }}
 
 {{ end }}{{ if eq .Role "system" }}System: {{ else if eq .Role "user" }}User: {{ else }}Assistant: {{ end }}\

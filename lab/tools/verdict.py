@@ -20,15 +20,20 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         return ""
     loss, best, init_from = losses[-1], min(losses), settings.get("init_from")
     shown = f"The validation loss after step {steps[-1]}, {loss:.4f}, is"
+    recent = column(log, "train", "loss")[1][-5:]
+    train_loss = sum(recent) / len(recent) if recent else math.inf
+    overfits = train_loss < (loss if loss < uniform else uniform / 2)
+    hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(settings)
+    if overfits and settings.get("preset") == "sft":
+        hint = "this is usual with few conversations, which the model learns by heart"
     if loss >= uniform:
-        return f"{shown} bad: a uniform guess has {uniform:.3f}; {lower_lr_hint(settings)}."
+        return f"{shown} bad: a uniform guess has {uniform:.3f}; {hint}."
     if is_worse(log):
-        recent = column(log, "train", "loss")[1][-5:]
-        overfits = recent and sum(recent) / len(recent) < loss
-        hint = "train for fewer steps or on more data" if overfits else lower_lr_hint(settings)
-        if overfits and settings.get("preset") == "sft":
-            hint = "this is usual with few conversations, which the model learns by heart"
         at = steps[losses.index(best)]
+        if (
+            init_from and at == 0 and len(steps) == 2
+        ):  # no other validation: it may have risen at once
+            hint = lower_lr_hint(settings)
         # before the resume, if the best loss is older than it
         rates = column(log, "train", "lr")
         before = [rate for step, rate in zip(*rates) if step <= at <= start.get("step", 0)]

@@ -39,6 +39,7 @@ class Console:
         self.last_line = time.monotonic()  # when it was printed
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
+        self.train_loss = math.inf  # the last one printed
         self.explained = False  # bits per byte
 
     def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
@@ -177,8 +178,10 @@ class Console:
         if self.unigram and loss < self.unigram:
             detail += f", {self.unigram - loss:.3f} below unigram"
         if step and loss > self.uniform + 0.1:
-            lower_lr = lower_lr_hint(vars(self.cfg))
-            detail += f", worse than a uniform guess: {lower_lr}, or more --warmup_steps"
+            hint = f"{lower_lr_hint(vars(self.cfg))}, or more --warmup_steps"
+            if self.train_loss < self.uniform / 2:
+                hint = "the model learns its few training tokens by heart; add data"
+            detail += f", worse than a uniform guess: {hint}"
         shown = f"loss {loss:.4f}"
         self.print(f"step {step:5d}: validation {shown}{detail}", highlight=shown)
         if "bits per byte" in detail and not self.explained:
@@ -216,7 +219,7 @@ class Console:
                 self.print(f"    | {line}", indent="    | ")
 
     def print_train_step(self, step, loss, lr, grad_norm, seconds_left, speed) -> None:
-        shown = f"loss {loss:.4f}"
+        self.train_loss, shown = loss, f"loss {loss:.4f}"
         optional = [f"lr {lr:.2e}", f"grad norm {grad_norm:.2f}"]
         fields = [f"step {step:5d}/{self.cfg.max_steps}", shown, *optional]
         fields += [f"{speed['tok_per_s']:,.0f} tok/s"] if speed else []

@@ -26,6 +26,7 @@ def check_model(model: Any, world: Any) -> None:
         p.copy_(0.02 * torch.arange(p.numel(), device=p.device).sin().view_as(p))
     model.eval()  # without dropout
     logits, other_logits, loss = model(x)[0], model(other)[0], model(x, x)[1].item()
+    again = model(x)[0]
     model.train()
     for p in zero:
         p.zero_()
@@ -35,7 +36,10 @@ def check_model(model: Any, world: Any) -> None:
             "by 0, a logarithm of 0, or a mask that hides all tokens"
         )
     change = (logits - other_logits)[:, :-1].abs().max()
-    if change > 1e-3 * logits.std():
+    if not torch.allclose(logits, again):
+        message = "predictions for the same text differ, also in model.eval()"
+        world.print0(wrap(f"warning: {message}; apply dropout only if self.training"))
+    elif change > 1e-3 * logits.std():
         message = "predictions change with later tokens, which includes the token to predict"
         world.print0(wrap(f"warning: {message}; is attention still causal?"))
     expected = F.cross_entropy(logits.float().flatten(0, 1), x.flatten()).item()
