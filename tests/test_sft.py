@@ -98,6 +98,7 @@ def test_shape_and_settings_follow_the_init_from_model(tuned):
     )
     assert saved["model"] | shape == saved["model"] and saved["train"]["seq_len"] == 64
     assert "with the shape of base" in said
+    assert "(19 conversations; records 1, 11, 21 ... only for validation)" in said
     flags = "--preset sft --init_from base --log_dir".split() + [str(folder / "log")]
     _, model_config, cfg = parse_flags([*flags, "--n_head", "2"], PRESETS, "", Trainer)
     assert (model_config.n_head, model_config.n_embd) == (2, 32), (

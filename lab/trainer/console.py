@@ -108,6 +108,9 @@ class Console:
         source = shards.manifest.get("source") or {}
         builtin = source.get("kind") == "builtin"
         about = f" (documentation of {source['revision']})" if builtin else ""
+        if shards.manifest.get("context"):
+            chats = counted(shards.manifest["documents"], "conversation")
+            about = f" ({chats}; records 1, 11, 21 ... only for validation)"
         self.print(
             f"data   {cfg.data}{about}: {len(shards):,} training tokens, {record['val_tokens']:,} for "
             f"validation; this run reads {tokens / loader.epoch_tokens():.2f} epochs"
