@@ -212,13 +212,17 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     )
     assert listed in capsys.readouterr().err
     assert np.array_equal(stream_of(tmp_path / "in"), plain_stream(["words " * 100]))
-    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 9)
+    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 90)
     for i in range(18):
         (tmp_path / "in" / f"e{i}.log").touch()
     make("--source", tmp_path / "in", "--out", tmp_path / "o")
     err = capsys.readouterr().err
     assert "1 jsonl file(s), skipping 23 other(s): a.txt, b.txt.bz2, c.csv, d.log, e0.log, " in err
-    assert "e7.log and 3 more\n" in err
+    assert "e7.log and 3 more\n1 of the skipped file(s) could be read, but only one kind" in err
+    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 9)  # fewer bytes than a.txt
+    make("--source", tmp_path / "in", "--out", tmp_path / "text")
+    assert "here text, which has the most bytes; move the others" in capsys.readouterr().err
+    assert np.array_equal(stream_of(tmp_path / "text"), plain_stream(["words " * 100]))
     make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
     said = capsys.readouterr()
     assert "skipping" not in said.err and "less than 1 MB of text" in said.out
