@@ -305,11 +305,31 @@ def test_an_unfinished_build_is_named_as_such(tmp_path):
     (tmp_path / "begun" / ".lock").write_text("")  # stopped before its first shard
     with pytest.raises(UserError, match="whose build is not finished; run its command again"):
         TokenShards(tmp_path / "begun", "train", 257)
+    with pytest.raises(UserError, match="not UTF-8"):
+        make(*args, "--out", tmp_path / "more", "--shard_tokens", 100)
     (tmp_path / "in" / "b.txt").write_text("café and more")
     with pytest.raises(
         UserError, match="has an unfinished build from other files; .*: b.txt; choose"
     ):
-        fineweb.main([*args, "--tokenizer", "bytes"])
+        make(*args, "--out", tmp_path / "more", "--shard_tokens", 100)
+
+
+@pytest.mark.parametrize("val_tokens", ["5", "5000"])  # with and without a validation shard
+def test_a_build_without_training_shards_starts_again_after_files_have_changed(
+    tmp_path, val_tokens
+):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("y " * 2000)
+    (tmp_path / "in" / "b.txt").write_bytes(b"caf\xe9 " * 1000)
+    args = ["--source", tmp_path / "in", "--out", tmp_path / "o", "--val_tokens", val_tokens]
+    with pytest.raises(UserError, match="not UTF-8"):
+        make(*args)
+    assert (tmp_path / "o" / "in_val_000000.npy").exists() == (val_tokens == "5")
+    (tmp_path / "in" / "b.txt").unlink()
+    (tmp_path / "in" / "a2.txt").write_text("café " * 1000, encoding="utf-8")
+    make(*args)
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(["y " * 2000, "café " * 1000]))
+    assert verify_shards(tmp_path / "o") == []
 
 
 def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_path, capsys):
