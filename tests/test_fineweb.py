@@ -356,6 +356,10 @@ def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
         UserError, match=r"other files; new, changed or gone: 7.txt, 8.txt, 9.txt; "
     ):
         fineweb.main([*args, "--tokenizer", "bytes"])
+    for i in range(20):
+        (source / f"new{i:02}.txt").write_text("x")
+    with pytest.raises(UserError, match=r"9.txt, new00.txt, .*, new06.txt and 13 more; choose"):
+        fineweb.main([*args, "--tokenizer", "bytes"])
 
 
 def test_builtin_text_is_the_same_in_every_process(tmp_path, builtin_text, monkeypatch):
