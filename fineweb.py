@@ -28,9 +28,15 @@ if __name__ == "__main__":
 
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
-from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
+from lab.data.manifest import (
+    SHARD_NAME,
+    Manifest,
+    check_manifest_matches,
+    load_partial_manifest,
+    verify_shards,
+)
 from lab.data.python_docs import build_python_docs
-from lab.data.tokenizers import get_or_train, tokenizer_path
+from lab.data.tokenizers import TOKENIZER_FILE, get_or_train, tokenizer_path
 from lab.files import dir_lock
 
 
@@ -155,6 +161,7 @@ def build(cfg: CorpusConfig) -> Manifest:
         raise UserError(
             f"--strict checks the files of a folder, but --source is {cfg.source}; leave out --strict"
         )
+    check_out(cfg)
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(
@@ -189,6 +196,17 @@ def build(cfg: CorpusConfig) -> Manifest:
                 )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
         return build_corpus(dataclasses.replace(cfg, tokenizer=tokenizer), source, files)
+
+
+def check_out(cfg: CorpusConfig) -> None:
+    """Raise UserError if --out has files, but none of a build, and is not the folder of the texts."""
+    names = sorted(path.name for path in cfg.out.glob("*"))
+    files = [name for name in names if name[0] != "." and name != TOKENIZER_FILE]
+    ours = {".lock", "manifest.json"}.intersection(names) or any(map(SHARD_NAME.fullmatch, names))
+    if files and not ours and cfg.out.resolve() != Path(cfg.source).resolve():
+        raise UserError(
+            f"{cfg.out} has other files, such as {files[0]}; choose a new or empty folder with --out"
+        )
 
 
 if __name__ == "__main__":

@@ -201,6 +201,15 @@ def test_shards_without_a_manifest_are_not_overwritten(tmp_path):
     assert theirs.read_bytes() == b"somebody's"
 
 
+def test_a_folder_with_other_files_is_not_used_for_shards(tmp_path):
+    (tmp_path / "edu.txt").write_text("Once. " * 99)
+    (tmp_path / ".hidden").touch()
+    for source in (tmp_path / "edu.txt", "builtin"):
+        with pytest.raises(UserError, match="has other files, such as edu.txt; choose a new or"):
+            make("--source", source, "--out", tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"edu.txt", ".hidden"}
+
+
 def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     names = ["a.txt", "b.txt.bz2", "c.csv", "d.log", "sub/e.docx"]
     (tmp_path / "in" / "sub").mkdir(parents=True)
