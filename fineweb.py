@@ -11,10 +11,12 @@ folder describes the source. If a build is interrupted, even by kill -9, the sam
 with the unfinished shard, and the result has the same bytes.
 """
 
+import contextlib
 import dataclasses
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -162,6 +164,7 @@ def build(cfg: CorpusConfig) -> Manifest:
             f"--strict checks the files of a folder, but --source is {cfg.source}; leave out --strict"
         )
     check_out(cfg)
+    tokenizer_path(cfg.out, cfg.tokenizer)  # an unknown name is refused before --out is created
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(
@@ -170,10 +173,7 @@ def build(cfg: CorpusConfig) -> Manifest:
             )
         return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
-    refusal = (
-        f"another fineweb.py is writing {cfg.out}; wait until it ends, or choose another --out"
-    )
-    with dir_lock(cfg.out, refusal):
+    with output_folder(cfg.out):
         if manifest := load_partial_manifest(cfg.out):  # before a tokenizer file is written there
             path = tokenizer_path(cfg.out, cfg.tokenizer)
             check_manifest_matches(cfg.out, manifest, tokenizer=Path(path).name)
@@ -196,6 +196,21 @@ def build(cfg: CorpusConfig) -> Manifest:
                 )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
         return build_corpus(dataclasses.replace(cfg, tokenizer=tokenizer), source, files)
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Lock --out. Remove it if it is new and the body raises UserError before it writes a shard."""
+    existed = folder.exists()
+    refusal = f"another fineweb.py is writing {folder}; wait until it ends, or choose another --out"
+    with dir_lock(folder, refusal):
+        try:
+            yield
+        except UserError:
+            names = {path.name for path in folder.iterdir()}
+            if not existed and names <= {".lock", "manifest.json"}:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def check_out(cfg: CorpusConfig) -> None:
