@@ -147,11 +147,17 @@ def main(argv: list[str]) -> int:
         eprint(f"the same command continues the build in {cfg.out}")
         raise
     print(summary(manifest, cfg.out, time.monotonic() - t0))
-    chats = " --preset sft --init_from RUN" if manifest["context"] else ""
+    context = manifest["context"]  # None unless these are conversations
+    chats = f" --preset sft --init_from RUN --seq_len {context}" if context else ""
     if manifest["tokens"] * (1 if cfg.tokenizer == "bytes" else 4) < 1e6 and not chats:
         print("note: this is less than 1 MB of text, which a model soon learns by heart")
     program = command_for("bert.py" if cfg.tokenizer == "wordpiece" else "train_gpt2.py")
     print(f"train on them: {program} --data {shell_quote(cfg.out)}{chats}")
+    if context:
+        print(
+            f"RUN must have a context of at least {context} tokens; for any other, pass the file of "
+            "conversations itself as --data"
+        )
     if cfg.tokenizer == "gpt2" and not shutil.which("nvidia-smi"):
         print("there is no GPU: a small model trains faster on data with --tokenizer bytes")
     return 0
