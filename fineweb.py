@@ -13,6 +13,7 @@ with the unfinished shard, and the result has the same bytes.
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import shutil
 import time
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from lab.cli import (  # isort: skip
-    UserError, command_for, counted, eprint, parse_args, pre_import_setup, require, run_main, shell_quote,
+    UserError, command_for, counted, eprint, listed, parse_args, pre_import_setup, require, run_main,
+    shell_quote,
 )  # fmt: skip
 
 if __name__ == "__main__":
@@ -134,6 +136,14 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 
 
 def main(argv: list[str]) -> int:
+    if "--source" in argv:
+        after = argv[argv.index("--source") + 1 :]
+        names = list(itertools.takewhile(lambda word: not word.startswith("-"), after))
+        require(
+            len(names) < 2,
+            f"--source takes one file or folder, but got {listed(names, 3)}; put the files in one "
+            "folder and pass that",
+        )
     flags = parse_args(Config, argv)
     cfg = completed(flags)
     if flags.verify:

@@ -412,6 +412,12 @@ TALK = ASKED.replace(b"}]", b'}, {"role": "assistant", "content": "y"}]')
 BAD = {  # file name, content, more arguments, pattern of the error message
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
     "no name": ("", b"", "--source=", "--source  does not exist"),
+    "two files": (
+        "a.txt",
+        b"x",
+        "b.txt c.txt --strict",
+        "one file or folder, but got a.txt, b.txt, c",
+    ),
     "tokenizer": ("a.txt", b"x", "--tokenizer none.json", r"tokenizer=none.json must be gpt2"),
     "no tokenizer": ("a.txt", b"x", "--tokenizer tokenizer.json", "no tokenizer tokenizer.json"),
     "tokenizer of built-in text": ("", b"", "--source builtin --tokenizer x", "tokenizer=x must"),
