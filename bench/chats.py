@@ -111,6 +111,12 @@ def main(argv):
     cfg = parse_args(Config, argv, description=__doc__)
     require(0 <= cfg.tenth < 10, f"tenth={cfg.tenth} must be from 0 to 9")
     chats = [chat for _, chat in records_in(local_files(cfg.data))]
+    without = sum(not {"messages", "facts"} <= chat.keys() for chat in chats)
+    require(
+        not without,
+        f'{without} of the {len(chats)} conversations in {cfg.data} lack "messages" or "facts", a list of '
+        "what each answer must contain; add them, as in examples/chats.jsonl",
+    )
     asked, rest = chats[cfg.tenth :: 10], [c for i, c in enumerate(chats) if i % 10 != cfg.tenth]
     others = [said for chat in rest for _, said, _ in turns(chat)]
     facts = [fact for chat in asked for *_, fact in turns(chat)]

@@ -201,6 +201,10 @@ def test_chat_shards(tmp_path):
     args = ["--source", source, *BYTES, "--context", 200, "--shard_tokens", 5000, "--out", out]
     got = call(*args)
     assert got.returncode == 0, got.stderr
+    assert (
+        "--preset sft --init_from RUN --seq_len 200\nRUN must have a context of at least 200"
+        in got.stdout
+    )
     assert "297 conversations" in got.stdout and "2 too long, 1 without an answer" in got.stdout
     manifest, tok, found = read_manifest(out), get_tokenizer("bytes"), []
     assert (manifest["context"], manifest["documents"]) == (200, 297) and verify_shards(out) == []

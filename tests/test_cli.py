@@ -146,6 +146,9 @@ def test_built_in_text_with_another_tokenizer_is_used_as_it_is(tmp_path, run_tra
 BAD = {
     "--data nowhere": "no train shards in nowhere, which is not a folder: .*fineweb.py --source FOLDER "
     ".*without a GPU add --tokenizer bytes.*--preset laptop without --data",
+    "--data chats": "no train shards in chats: pass one of its .jsonl files itself if",
+    "--data dta": "no train shards in dta; did you mean data.$",
+    "--data file": "data=file must be a folder of shards or a file of conversations .*--out data/mine",
     "--data a.txt": "data=a.txt is plain text, .*fineweb.py --source a.txt --out data/mine",
     "bert.py --preset laptop --data a.txt": "data=a.txt is plain text",
     "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",

@@ -201,6 +201,15 @@ def test_shards_without_a_manifest_are_not_overwritten(tmp_path):
     assert theirs.read_bytes() == b"somebody's"
 
 
+def test_a_folder_with_other_files_is_not_used_for_shards(tmp_path):
+    (tmp_path / "edu.txt").write_text("Once. " * 99)
+    (tmp_path / ".hidden").touch()
+    for source in (tmp_path / "edu.txt", "builtin"):
+        with pytest.raises(UserError, match="has other files, such as edu.txt; choose a new or"):
+            make("--source", source, "--out", tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"edu.txt", ".hidden"}
+
+
 def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     names = ["a.txt", "b.txt.bz2", "c.csv", "d.log", "sub/e.docx"]
     (tmp_path / "in" / "sub").mkdir(parents=True)
@@ -212,13 +221,17 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path, capsys):
     )
     assert listed in capsys.readouterr().err
     assert np.array_equal(stream_of(tmp_path / "in"), plain_stream(["words " * 100]))
-    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 9)
+    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 90)
     for i in range(18):
         (tmp_path / "in" / f"e{i}.log").touch()
     make("--source", tmp_path / "in", "--out", tmp_path / "o")
     err = capsys.readouterr().err
     assert "1 jsonl file(s), skipping 23 other(s): a.txt, b.txt.bz2, c.csv, d.log, e0.log, " in err
-    assert "e7.log and 3 more\n" in err
+    assert "e7.log and 3 more\n1 of the skipped file(s) could be read, but only one kind" in err
+    (tmp_path / "in" / "f.jsonl").write_text('{"text": "words"}\n' * 9)  # fewer bytes than a.txt
+    make("--source", tmp_path / "in", "--out", tmp_path / "text")
+    assert "here text, which has the most bytes; move the others" in capsys.readouterr().err
+    assert np.array_equal(stream_of(tmp_path / "text"), plain_stream(["words " * 100]))
     make("--source", tmp_path / "in" / "a.txt", "--out", tmp_path / "a")
     said = capsys.readouterr()
     assert "skipping" not in said.err and "less than 1 MB of text" in said.out
@@ -301,11 +314,31 @@ def test_an_unfinished_build_is_named_as_such(tmp_path):
     (tmp_path / "begun" / ".lock").write_text("")  # stopped before its first shard
     with pytest.raises(UserError, match="whose build is not finished; run its command again"):
         TokenShards(tmp_path / "begun", "train", 257)
+    with pytest.raises(UserError, match="not UTF-8"):
+        make(*args, "--out", tmp_path / "more", "--shard_tokens", 100)
     (tmp_path / "in" / "b.txt").write_text("café and more")
     with pytest.raises(
         UserError, match="has an unfinished build from other files; .*: b.txt; choose"
     ):
-        fineweb.main([*args, "--tokenizer", "bytes"])
+        make(*args, "--out", tmp_path / "more", "--shard_tokens", 100)
+
+
+@pytest.mark.parametrize("val_tokens", ["5", "5000"])  # with and without a validation shard
+def test_a_build_without_training_shards_starts_again_after_files_have_changed(
+    tmp_path, val_tokens
+):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("y " * 2000)
+    (tmp_path / "in" / "b.txt").write_bytes(b"caf\xe9 " * 1000)
+    args = ["--source", tmp_path / "in", "--out", tmp_path / "o", "--val_tokens", val_tokens]
+    with pytest.raises(UserError, match="not UTF-8"):
+        make(*args)
+    assert (tmp_path / "o" / "in_val_000000.npy").exists() == (val_tokens == "5")
+    (tmp_path / "in" / "b.txt").unlink()
+    (tmp_path / "in" / "a2.txt").write_text("café " * 1000, encoding="utf-8")
+    make(*args)
+    assert np.array_equal(stream_of(tmp_path / "o"), plain_stream(["y " * 2000, "café " * 1000]))
+    assert verify_shards(tmp_path / "o") == []
 
 
 def test_a_refused_tokenizer_is_not_written_and_linked_folders_are_reported(tmp_path, capsys):
@@ -331,6 +364,10 @@ def test_a_changed_source_is_refused_by_what_has_changed(tmp_path):
     with pytest.raises(
         UserError, match=r"other files; new, changed or gone: 7.txt, 8.txt, 9.txt; "
     ):
+        fineweb.main([*args, "--tokenizer", "bytes"])
+    for i in range(20):
+        (source / f"new{i:02}.txt").write_text("x")
+    with pytest.raises(UserError, match=r"9.txt, new00.txt, .*, new06.txt and 13 more; choose"):
         fineweb.main([*args, "--tokenizer", "bytes"])
 
 
@@ -375,6 +412,15 @@ TALK = ASKED.replace(b"}]", b'}, {"role": "assistant", "content": "y"}]')
 BAD = {  # file name, content, more arguments, pattern of the error message
     "no such file": ("", b"", "--source nowhere", "nowhere does not exist"),
     "no name": ("", b"", "--source=", "--source  does not exist"),
+    "two files": (
+        "a.txt",
+        b"x",
+        "b.txt c.txt --strict",
+        "one file or folder, but got a.txt, b.txt, c",
+    ),
+    "tokenizer": ("a.txt", b"x", "--tokenizer none.json", r"tokenizer=none.json must be gpt2"),
+    "no tokenizer": ("a.txt", b"x", "--tokenizer tokenizer.json", "no tokenizer tokenizer.json"),
+    "tokenizer of built-in text": ("", b"", "--source builtin --tokenizer x", "tokenizer=x must"),
     "broken parquet": ("a.parquet", b"PAR1 and then", "", r"parquet file a\.parquet is damaged"),
     "a number": (
         "a.jsonl",
@@ -430,10 +476,7 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=wanted) as error:
         fineweb.main([*BYTES, "--out", "o", "--workers", "0", *more.split()])
     assert "\n" not in str(error.value)
-    assert not list(tmp_path.glob("o/*.npy"))
-    if name and Path("o").exists():  # a failed build does not affect the next one
-        Path("b.jsonl").write_bytes(LINES)
-        make("--source", "b.jsonl", "--out", "o")
+    assert not Path("o").exists()  # with only .lock, training would call it an unfinished build
 
 
 def test_a_nul_byte_after_the_first_block_is_named_with_its_line(tmp_path):

@@ -13,6 +13,7 @@ from conftest import (  # isort: skip
     ROOT, difference, driver, fail, read_run, run_python, succeed, train_here, write_shards,
 )  # fmt: skip
 
+from lab.cli import UserError
 from lab.config import parse_flags
 from lab.data.tokenizers import get_tokenizer
 from lab.registry import load_model
@@ -113,6 +114,16 @@ def test_shape_and_settings_follow_the_init_from_model(tuned):
     assert not (folder / "log/x").exists()
     succeed("train_gpt2.py", *"--resume --run_name few --max_steps 3".split(), cwd=folder)
     assert read_run(folder / "log/few").checkpoints[3]["step"] == 3
+
+
+def test_conversations_without_facts_are_not_scored(tmp_path):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    lines = [{"messages": talk, "facts": ["a"]}, {"messages": talk}, {"messages": talk}]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(
+        UserError, match='2 of the 3 conversations in .*mine.jsonl lack .* or "facts"'
+    ):
+        chats.main(["--data", str(tmp_path / "mine.jsonl")])
 
 
 def test_data_may_be_a_file_of_any_kind_of_conversations(tuned):

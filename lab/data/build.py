@@ -111,6 +111,11 @@ def build_corpus(cfg: CorpusConfig, source: dict, files: list[sources.File]) -> 
     shards have changed, or if no tokens are left to train on.
     """
     manifest = load_partial_manifest(cfg.out)
+    if manifest and len(manifest["shards"]) == 1 and not manifest["complete"]:
+        old = manifest["source"]
+        if old != source and old | {"files": source["files"]} == source:
+            print("files have changed, and there are no training shards yet: starting again")
+            manifest = None
     if manifest:
         wanted = dict(format=2, data=cfg.data, tokenizer=Path(cfg.tokenizer).name, **source)
         check_manifest_matches(cfg.out, {**manifest, **manifest["source"]}, **wanted)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from lab.cli import UserError, progress
+from lab.cli import UserError, listed, progress
 from lab.data.tokenizers import Tokenizer
 from lab.files import atomic_write, check_keys, read_errors, read_json
 
@@ -143,7 +143,7 @@ def check_manifest_matches(out_dir: str | Path, manifest: Mapping[str, Any], **w
             if isinstance(value, list):  # of files, each with its name and size
                 old = old or []
                 names = {file[0] for file in [*old, *value] if file not in old or file not in value}
-                changed = f"from other files; new, changed or gone: {', '.join(sorted(names))}"
+                changed = f"from other files; new, changed or gone: {listed(sorted(names), 10)}"
             state = "was built" if manifest.get("complete") else "has an unfinished build"
             raise UserError(
                 f"{out_dir} {state} {changed}; choose another --out, or delete {out_dir}"

@@ -6,6 +6,7 @@ one byte per token: 1 if the token contributes to the loss, else 0. fineweb.py w
 train_gpt2.py, speedrun.py, bert.py and lab.eval read them.
 """
 
+import difflib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,20 +91,7 @@ class TokenShards:
         files = sorted(p for p in folder.glob("*_*_*") if p.suffix in (".npy", ".bin"))
         self.paths = [p for p in files if p.name.split("_")[-2] == split]
         if not self.paths:
-            fineweb = command_for("fineweb.py")
-            source = shell_quote(folder) if folder.is_dir() else "FOLDER"
-            manifest, begun = read_manifest(folder), (folder / ".lock").exists()  # by fineweb.py
-            if begun and not manifest or manifest and not manifest["complete"]:
-                raise UserError(
-                    f"no {split} shards in {folder}, whose build is not finished; run its command again"
-                )
-            missing = "" if folder.is_dir() else ", which is not a folder"
-            raise UserError(
-                f"no {split} shards in {folder}{missing}: build some from FineWeb-Edu with "
-                f"`{fineweb}` (in edu_fineweb10B) or from your own text with "
-                f"`{fineweb} --source {source} --out data/mine` (without a GPU add --tokenizer bytes), or "
-                "use --preset laptop without --data, which needs no shards"
-            )
+            raise UserError(no_shards_message(folder, split))
         manifest = read_manifest(folder)
         for entry in manifest_files(manifest, split) if manifest else []:
             check_file(folder / entry["name"], entry)
@@ -208,6 +196,32 @@ class TokenShards:
                 f"{self.folder} has no end-of-text, which --align_documents needs; leave it out"
             )
         return np.array(starts)
+
+
+def no_shards_message(folder: Path, split: str) -> str:
+    """Say why a folder has no shards of a split, and what to do."""
+    fineweb, message = command_for("fineweb.py"), f"no {split} shards in {folder}"
+    manifest, begun = read_manifest(folder), (folder / ".lock").exists()  # by fineweb.py
+    if begun and not manifest or manifest and not manifest["complete"]:
+        return f"{message}, whose build is not finished; run its command again"
+    own = f"`{fineweb} --source {shell_quote(folder) if folder.is_dir() else 'FOLDER'} --out data/mine`"
+    if any(folder.glob("*.jsonl")):
+        return f"{message}: pass one of its .jsonl files itself if they are conversations, or run {own}"
+    if folder.is_file():
+        return (
+            f"data={folder} must be a folder of shards or a file of conversations (.jsonl, .json or "
+            f".parquet); convert it to one, or convert texts to .txt and run {own}"
+        )
+    siblings = {path.parent.name for path in folder.parent.glob(f"*/*_{split}_*")}
+    close = difflib.get_close_matches(folder.name, siblings, 1)
+    if close and not folder.is_dir():
+        return f"{message}; did you mean {folder.with_name(close[0])}?"
+    missing = "" if folder.is_dir() else ", which is not a folder"
+    return (
+        f"{message}{missing}: build some from FineWeb-Edu with `{fineweb}` (in edu_fineweb10B) or from your "
+        f"own text with {own} (without a GPU add --tokenizer bytes), or use --preset laptop without "
+        "--data, which needs no shards"
+    )
 
 
 def shard_entry(path: Path, eot: int) -> ShardEntry:

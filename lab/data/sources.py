@@ -26,6 +26,7 @@ from lab.files import first_line, read_errors
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
 KINDS |= {".bin": "bin"}  # ready-made shards, only on the hub
+KIND_ORDER = ("parquet", "jsonl", "text")  # the first is preferred on the hub
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hf://"
 BLOCK = 4 * 2**20  # bytes of text in a block of lines
@@ -49,7 +50,8 @@ class File:
 
 
 def local_files(source: str, strict: bool = False) -> list[File]:
-    """The files to read for a file or folder. Hidden files and our own output are ignored.
+    """The files to read for a file or folder: those of the kind with the most bytes. Hidden files and our
+    own output are ignored.
 
     Raises UserError if there is nothing to read or, with `strict`, if anything is skipped.
     """
@@ -75,12 +77,20 @@ def local_files(source: str, strict: bool = False) -> list[File]:
             eprint(f"{path} is skipped: it {note}")
     files = [p for p in visible if p.is_file()]
     files = [File(p.relative_to(base).as_posix(), str(p), p.stat().st_size) for p in files]
-    return one_kind(files, source, strict=strict)
+    size = {kind: sum(f.size for f in files if f.kind == kind) for kind in KIND_ORDER}
+    chosen = one_kind(files, source, sorted(size, key=lambda kind: -size[kind]), strict)
+    others = sum(f.kind in size for f in files) - len(chosen)
+    if others:
+        eprint(
+            f"{others} of the skipped file(s) could be read, but only one kind of file is read from a "
+            f"folder, here {chosen[0].kind}, which has the most bytes; move the others to another folder, "
+            "or pass one of them as --source"
+        )
+    return chosen
 
 
 def one_kind(
-    files: list[File], place: str, kinds: Sequence[str] = ("parquet", "jsonl", "text"),
-    strict: bool = False,
+    files: list[File], place: str, kinds: Sequence[str], strict: bool = False
 ) -> list[File]:  # fmt: skip
     """The files of the first of `kinds` that occurs, sorted by name. Prints the others on stderr.
 
@@ -154,7 +164,7 @@ def hub_files(dataset: str, name: str, split: str, revision: str) -> tuple[str, 
     visible = [s for s in chosen if not s.rfilename.startswith(".")]  # .gitattributes
     files = [File(s.rfilename, root + s.rfilename, s.size or 0) for s in visible]
     place = f"{dataset} (--name {name or 'not given'}, --split {split})"
-    files = one_kind(files, place, ("parquet", "jsonl", "text", "bin"))
+    files = one_kind(files, place, [*KIND_ORDER, "bin"])
     if not data_files and files[0].kind != "bin":
         eprint(f"{dataset} lists no splits: reading all {len(files)} files, regardless of --split")
     return str(info.sha), files
