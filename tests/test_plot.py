@@ -100,6 +100,24 @@ def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_p
         assert plot.headline(logs) == sentence
 
 
+def test_losses_on_different_texts_are_drawn_but_not_compared(tmp_path, drawn, capsys):
+    """The data is that of config.json, or recognized by its size in copied logs."""
+    runs = [write_log(tmp_path / name, RUN) for name in "abc"]
+    for run, data in zip(runs, ("data/own", "data/x", "data/own/")):
+        (run / "config.json").write_text(json.dumps({"train": {"data": data}}))
+    plot.main(list(map(str, runs[:2])))
+    sentence = "losses on different texts (data/own, data/x) cannot be compared"
+    assert capsys.readouterr().out.startswith(f"{sentence}\n")
+    assert drawn[0].get_suptitle() == sentence and len(curves(drawn[0].axes[0])) == 6
+    plot.main([str(runs[0] / "log.jsonl"), str(runs[2])])
+    assert "a and c have the same validation loss" in capsys.readouterr().out
+    (runs[0] / "config.json").write_text("{")
+    plot.main([str(runs[0]), str(runs[1])])
+    assert "a and b have the same validation loss" in capsys.readouterr().out
+    logs = {str(n): {"start": [start(val_tokens=n)], "val": [val(1, 2.0)]} for n in (8, 9)}
+    assert plot.headline(logs) == "losses on different texts cannot be compared"
+
+
 def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
     losses = {"old-1": 1.72, "old-2": 1.74, "new-1": 1.66, "new-2": 1.76}
     logs = {}
