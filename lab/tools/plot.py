@@ -63,6 +63,8 @@ def headline(logs: dict[str, RunLog], data: Sequence[str] = ()) -> str:
 # 1.96 + 2.7 / degrees
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 
+SINGLE_RUNS = "; single runs: trust only 0.05 nats or more (docs/RUNS.md#compare-ideas)"
+
 
 def compare_losses(named: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
@@ -93,6 +95,7 @@ def compare_losses(named: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     more = len(groups) - 2
     rest = f"; {more} other{'s are' if more > 1 else ' is'} higher" * bool(more)
     if half is None:  # one run each
+        rest += SINGLE_RUNS * (round(gap, 2) < 0.05)
         if gap < 0.005:
             return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}{rest}"
         return f"{first} has {kind} loss {best:.2f} at {where}, {gap:.2f} nats below {second}{rest}"
