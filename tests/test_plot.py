@@ -149,6 +149,17 @@ def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
     assert plot.headline(logs).startswith("old-1 has validation loss 1.72"), "two runs stay alone"
 
 
+def test_a_run_that_was_resumed_with_other_code_is_named(tmp_path):
+    codes = {"a": ["1", None, "1"], "b": ["1", None, "2"]}  # None: from a notebook, or an older log
+    logs = {}
+    for name, hashes in codes.items():
+        starts = [start(i, **({"code": code} if code else {})) for i, code in enumerate(hashes)]
+        lines = [*starts, val(9, 2.0 if name == "a" else 1.9)]
+        logs[name] = read_log.read_log(write_log(tmp_path / name, lines))
+    said = "b has validation loss 1.90 at step 9, 0.10 nats below a; b was resumed with other code"
+    assert plot.headline(logs) == said
+
+
 def test_fields_that_no_run_writes_are_ignored(tmp_path):
     wrong = [dict(loss="x"), dict(loss=10**400), dict(time=10**300), dict(time="x"), dict(kind=3)]
     wrong += [dict(step="5"), dict(step=-1), dict(step=2**60), dict(lr=[1]), dict(tokens={})]

@@ -46,7 +46,10 @@ def headline(logs: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     """A sentence with the main result of {run name: log}; for several runs see compare_losses."""
     runs = list(logs.values())
     if len(runs) > 1:
-        return compare_losses(logs, data)
+        edited = [
+            f"; {name} was resumed with other code" for name in logs if was_edited(logs[name])
+        ]
+        return compare_losses(logs, data) + "".join(edited)
     steps, losses = column(runs[0], "val", "loss")
     train_steps, train_losses = column(runs[0], "train", "loss")
     parts = [f"validation loss {losses[-1]:.2f} at step {steps[-1]:,}"] if steps else []
@@ -114,6 +117,11 @@ def half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.7 / degrees
     squares = sum((v - fmean(group)) ** 2 for group in (a, b) for v in group)
     return t * math.sqrt(squares / degrees * (1 / len(a) + 1 / len(b)))
+
+
+def was_edited(log: RunLog) -> bool:
+    """Whether the program's code differed between two starts of the run, if both logged its hash."""
+    return len({start["code"] for start in log.get("start", []) if "code" in start}) > 1
 
 
 def seed_groups(logs: dict[str, RunLog]) -> list[list[str]]:
