@@ -88,9 +88,13 @@ def test_missing_numbers_are_null_today_and_nan_in_older_logs(tmp_path):
 
 
 def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_path):
+    """A small difference between single runs has a caveat."""
+    caveat = "; single runs: trust only 0.05 nats or more (docs/RUNS.md#compare-ideas)"
     said = {
-        1.7151: "a and b have the same validation loss at 3.28M tokens, 1.71",
-        1.725: "a has validation loss 1.71 at 3.28M tokens, 0.01 nats below b",
+        1.7151: "a and b have the same validation loss at 3.28M tokens, 1.71" + caveat,
+        1.725: "a has validation loss 1.71 at 3.28M tokens, 0.01 nats below b" + caveat,
+        1.758: "a has validation loss 1.71 at 3.28M tokens, 0.04 nats below b" + caveat,
+        1.7648: "a has validation loss 1.71 at 3.28M tokens, 0.05 nats below b",
     }
     for other, sentence in said.items():
         runs = {"a": RUN, "b": [*RUN[:-1], val(400, other)]}
@@ -98,6 +102,24 @@ def test_losses_that_differ_by_less_than_half_a_hundredth_are_called_equal(tmp_p
             name: read_log.read_log(write_log(tmp_path / name, of)) for name, of in runs.items()
         }
         assert plot.headline(logs) == sentence
+
+
+def test_losses_on_different_texts_are_drawn_but_not_compared(tmp_path, drawn, capsys):
+    """The data is that of config.json, or recognized by its size in copied logs."""
+    runs = [write_log(tmp_path / name, RUN) for name in "abc"]
+    for run, data in zip(runs, ("data/own", "data/x", "data/own/")):
+        (run / "config.json").write_text(json.dumps({"train": {"data": data}}))
+    plot.main(list(map(str, runs[:2])))
+    sentence = "losses on different texts (data/own, data/x) cannot be compared"
+    assert capsys.readouterr().out.startswith(f"{sentence}\n")
+    assert drawn[0].get_suptitle() == sentence and len(curves(drawn[0].axes[0])) == 6
+    plot.main([str(runs[0] / "log.jsonl"), str(runs[2])])
+    assert "a and c have the same validation loss" in capsys.readouterr().out
+    (runs[0] / "config.json").write_text("{")
+    plot.main([str(runs[0]), str(runs[1])])
+    assert "a and b have the same validation loss" in capsys.readouterr().out
+    logs = {str(n): {"start": [start(val_tokens=n)], "val": [val(1, 2.0)]} for n in (8, 9)}
+    assert plot.headline(logs) == "losses on different texts cannot be compared"
 
 
 def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
@@ -125,6 +147,17 @@ def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
     assert "new-1 has validation loss 1.660" in plot.headline(logs)
     logs.pop("new-1")
     assert plot.headline(logs).startswith("old-1 has validation loss 1.72"), "two runs stay alone"
+
+
+def test_a_run_that_was_resumed_with_other_code_is_named(tmp_path):
+    codes = {"a": ["1", None, "1"], "b": ["1", None, "2"]}  # None: from a notebook, or an older log
+    logs = {}
+    for name, hashes in codes.items():
+        starts = [start(i, **({"code": code} if code else {})) for i, code in enumerate(hashes)]
+        lines = [*starts, val(9, 2.0 if name == "a" else 1.9)]
+        logs[name] = read_log.read_log(write_log(tmp_path / name, lines))
+    said = "b has validation loss 1.90 at step 9, 0.10 nats below a; b was resumed with other code"
+    assert plot.headline(logs) == said
 
 
 def test_fields_that_no_run_writes_are_ignored(tmp_path):

@@ -25,12 +25,14 @@ from lab.tools.read_log import (
     by_tokens,
     column,
     comparable,
+    data_folder,
     find_runs,
     loss_window,
     losses_by_position,
     output_path,
     read_log,
     run_names,
+    same_data,
     short,
     smooth,
     tokens_at,
@@ -40,11 +42,14 @@ from lab.tools.read_log import (
 PUBLISHED_HELLASWAG = {"GPT-2 124M": 0.2955, "GPT-2 1558M": 0.4893}
 
 
-def headline(logs: dict[str, RunLog]) -> str:
+def headline(logs: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     """A sentence with the main result of {run name: log}; for several runs see compare_losses."""
     runs = list(logs.values())
     if len(runs) > 1:
-        return compare_losses(logs)
+        edited = [
+            f"; {name} was resumed with other code" for name in logs if was_edited(logs[name])
+        ]
+        return compare_losses(logs, data) + "".join(edited)
     steps, losses = column(runs[0], "val", "loss")
     train_steps, train_losses = column(runs[0], "train", "loss")
     parts = [f"validation loss {losses[-1]:.2f} at step {steps[-1]:,}"] if steps else []
@@ -61,13 +66,20 @@ def headline(logs: dict[str, RunLog]) -> str:
 # 1.96 + 2.7 / degrees
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 
+SINGLE_RUNS = "; single runs: trust only 0.05 nats or more (docs/RUNS.md#compare-ideas)"
 
-def compare_losses(named: dict[str, RunLog]) -> str:
+
+def compare_losses(named: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
-    two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval."""
+    two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval.
+    data: the folder of each run's data, "" if unknown; losses on different texts are not compared."""
     logs = list(named.values())
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
+    if not same_data(logs, data):
+        folders = list(dict.fromkeys(filter(None, data)))
+        which = f" ({', '.join(folders)})" * (len(folders) > 1)
+        return f"losses on different texts{which} cannot be compared"
     if not (common := last_common(logs)):
         return "the runs have no measured step in common"
     name, last = common
@@ -86,6 +98,7 @@ def compare_losses(named: dict[str, RunLog]) -> str:
     more = len(groups) - 2
     rest = f"; {more} other{'s are' if more > 1 else ' is'} higher" * bool(more)
     if half is None:  # one run each
+        rest += SINGLE_RUNS * (round(gap, 2) < 0.05)
         if gap < 0.005:
             return f"{first} and {second} have the same {kind} loss at {where}, {best:.2f}{rest}"
         return f"{first} has {kind} loss {best:.2f} at {where}, {gap:.2f} nats below {second}{rest}"
@@ -104,6 +117,11 @@ def half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + 2.7 / degrees
     squares = sum((v - fmean(group)) ** 2 for group in (a, b) for v in group)
     return t * math.sqrt(squares / degrees * (1 / len(a) + 1 / len(b)))
+
+
+def was_edited(log: RunLog) -> bool:
+    """Whether the program's code differed between two starts of the run, if both logged its hash."""
+    return len({start["code"] for start in log.get("start", []) if "code" in start}) > 1
 
 
 def seed_groups(logs: dict[str, RunLog]) -> list[list[str]]:
@@ -307,6 +325,7 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
 
     # matplotlib would draw $...$ as a formula
     names = [name.replace("$", r"\$") for name in run_names(runs)]
+    data = [data_folder(run).replace("$", r"\$") for run in runs]
     logs = dict(zip(names, map(read_log, runs)))
     found = list(logs.values())
     learnt = len(found) == 1 and phenomena(found[0])
@@ -332,7 +351,7 @@ def draw(runs: Sequence[str | Path], out_path: str | Path, dark: bool = False) -
         axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for panel, ax in zip(panels, axes):
             panel(ax, logs, dark, x)
-        figure.suptitle(textwrap.fill(headline(logs), 78), x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(headline(logs, data), 78), x=0.01, ha="left")
         axes[-1].set_xlabel("tokens" if in_tokens else "step")
         number = (lambda value, _: short(value)) if in_tokens else (lambda value, _: f"{value:,g}")
         axes[-1].xaxis.set_major_formatter(number)
@@ -371,5 +390,5 @@ def main(argv: list[str]) -> None:
     out = output_path(runs, cfg.out, "loss.png", ".png", ".svg", ".pdf")
     with write_errors(out, "choose another place with --out"):
         draw(runs, out, cfg.dark)
-    said = headline(dict(zip(run_names(runs), map(read_log, runs))))
+    said = headline(dict(zip(run_names(runs), map(read_log, runs))), [*map(data_folder, runs)])
     print(f"{textwrap.fill(said, 98)}\nwrote {out}" if len(runs) > 1 else f"wrote {out}")

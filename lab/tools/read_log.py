@@ -4,14 +4,16 @@ Used by lab report, lab plot, bench and the notebook. It imports nothing slow.
 """
 
 import bisect
+import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.cli import UserError, command_for
-from lab.files import parse_json, read_errors
+from lab.files import parse_json, read_errors, read_json
 
 Record = dict[str, Any]  # one line of a log
 RunLog = dict[str, list[Record]]  # {kind: records, sorted by step}
@@ -276,3 +278,19 @@ def vocab_sizes(logs: Sequence[RunLog]) -> list[int]:
 def comparable(logs: Sequence[RunLog]) -> bool:
     """Whether losses in nats per token can be compared: whether all runs have the same tokenizer."""
     return len(set(vocab_sizes(logs))) < 2
+
+
+def data_folder(run: str | Path) -> str:
+    """The folder of a run's data, from its config.json; "" if that cannot be read, as for a copied log."""
+    path = Path(run)
+    folder = path.parent if path.name == "log.jsonl" else path
+    with contextlib.suppress(UserError):
+        return str(read_json(folder / "config.json", train=dict)["train"].get("data") or "")
+    return ""
+
+
+def same_data(logs: Sequence[RunLog], folders: Sequence[str | None]) -> bool:
+    """Whether all runs are validated on the same text, as far as is known. folders: of each run's data,
+    empty if unknown."""
+    sizes = {log.get("start", [{}])[-1].get("val_tokens") for log in logs} - {None, 0}
+    return len(sizes) < 2 and len({os.path.abspath(str(path)) for path in folders if path}) < 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lab.files import read_json
 from lab.tools import read_log
-from lab.tools.read_log import Record, RunLog, comparable
+from lab.tools.read_log import Record, RunLog, comparable, same_data
 
 
 class RunReport:
@@ -67,5 +67,4 @@ def mismatch(runs: Sequence[RunReport]) -> str:
         return "objectives"
     if not comparable(logs):
         return "tokenizers"
-    data = [(run.start.get("val_tokens"), run.train.get("data")) for run in runs]
-    return "data" if any(a != b for a, b in zip(data[0], data[-1]) if a and b) else ""
+    return "" if same_data(logs, [run.train.get("data") for run in runs]) else "data"
