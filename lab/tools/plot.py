@@ -72,14 +72,14 @@ SINGLE_RUNS = "; single runs: trust only 0.05 nats or more (docs/RUNS.md#compare
 def compare_losses(named: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     """A sentence about the run with the lowest loss, at the last position measured in all runs. Of more than
     two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval.
-    data: the folder of each run's data, "" if unknown; losses on different texts are not compared."""
+    data: the folder of each run's data, "" if unknown; losses on different data are not compared."""
     logs = list(named.values())
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     if not same_data(logs, data):
         folders = list(dict.fromkeys(filter(None, data)))
         which = f" ({', '.join(folders)})" * (len(folders) > 1)
-        return f"losses on different texts{which} cannot be compared"
+        return f"different data{which}: losses can be compared only on the same validation text"
     if not (common := last_common(logs)):
         return "the runs have no measured step in common"
     name, last = common
