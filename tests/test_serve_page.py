@@ -194,6 +194,7 @@ def test_questions_of_the_page_are_those_of_the_conversations_tuned_on(tmp_path)
         build_chat(local_files(str(file)), folder, "bytes", 128, 10**6)
         (tmp_path / "config.json").write_text(json.dumps(dict(train=dict(data=str(folder)))))
         assert tuned_on(source, chats) == (file == chats)
+        assert is_tuned(source), "whatever the preset"
     assert not tuned_on("gpt2", chats) and not tuned_on(source, tmp_path / "missing")
 
 

@@ -269,7 +269,7 @@ def add_tokenizer(folder: Path, config: Any, source: str) -> str:
     # transformers puts no end-of-text before it
     chat = {"chat_template": END_OF_TEXT + CHAT_TEMPLATE} if is_tuned(source) else {}
     if name == "gpt2":
-        write_gpt2_tokenizer(folder, config.block_size, chat)
+        write_gpt2_tokenizer(folder, config.block_size, **chat)
     else:
         vocab = {char: byte for byte, char in enumerate(byte_names())}
         tokenizer: Any = load_tokenizer(config, source)
@@ -294,9 +294,9 @@ def save_fast_tokenizer(folder: Path, config: Any, **parts: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_gpt2_tokenizer(folder: Path, block_size: int, chat: dict[str, Any]) -> None:
+def write_gpt2_tokenizer(folder: Path, block_size: int, **more: Any) -> None:
     """Write GPT-2's vocab.json and merges.txt, byte for byte as published, and tokenizer.json, which
-    combines them. chat: the chat_template of a model tuned for chat, or empty."""
+    combines them. more: arguments of transformers' class."""
     from tiktoken.load import read_file_cached
     from transformers import GPT2Tokenizer  # slow to import
 
@@ -307,7 +307,7 @@ def write_gpt2_tokenizer(folder: Path, block_size: int, chat: dict[str, Any]) ->
     (folder / "vocab.json").write_bytes(read_file_cached(f"{base}encoder.json", vocab))
     (folder / "merges.txt").write_bytes(read_file_cached(f"{base}vocab.bpe", merges))
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
-    GPT2Tokenizer(*files, model_max_length=block_size, **chat).save_pretrained(folder)
+    GPT2Tokenizer(*files, model_max_length=block_size, **more).save_pretrained(folder)
 
 
 def main(argv: list[str]) -> None:

@@ -238,6 +238,11 @@ class Console:
         self.print(" | ".join(fields), highlight=shown)
 
 
+def is_chat(trainer: Any) -> bool:
+    """Whether a run trains on conversations."""
+    return bool(trainer.loader.shards.manifest.get("context"))
+
+
 def print_summary(trainer, stopped: str) -> None:
     """Draw the loss curve, and print the run's files and commands to try next. All ranks wait for it,
     because torchrun kills them as soon as one exits with a nonzero status, such as 75."""
@@ -269,13 +274,13 @@ def summary(trainer, stopped: str) -> None:
     if (run_dir / "model_best.pt").exists():
         best = "; model_best.pt is the saved one with the lowest validation loss, "
         best += f"{trainer.best_val:.4f}"
-        if trainer.cfg.preset == "sft":
+        if is_chat(trainer):
             best += ", but the answers of the last one are usually better"
     worse = False
     with contextlib.suppress(UserError):  # without a log
         log = read_log(run_dir)
         # where the loss of a chat model is lowest, its answers are still nonsense
-        worse = is_worse(log) and trainer.cfg.preset != "sft"
+        worse = is_worse(log) and not is_chat(trainer)
         if not stopped and (verdict := loss_verdict(log, vars(trainer.cfg))):
             say(f"\n{verdict}")
         if best and not stopped and worse:
@@ -311,7 +316,7 @@ def next_commands(trainer, model: str) -> dict[str, str]:
         commands = {"use it in transformers": export}
     else:
         commands = {"generate text": f"{sample} --model {model}"}
-        if trainer.cfg.preset == "sft":
+        if is_chat(trainer):
             commands = {"chat with it": f"{sample} --chat --model {model}"}
         commands["try it in a browser"] = f"{command_for('lab serve')} {model}"
         gpt2 = program_file(type(trainer)) == "train_gpt2.py"
