@@ -11,20 +11,16 @@ folder describes the source. If a build is interrupted, even by kill -9, the sam
 with the unfinished shard, and the result has the same bytes.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lab.cli import (  # isort: skip
-    UserError, command_for, counted, eprint, listed, parse_args, pre_import_setup, require, run_main,
-    shell_quote,
+    UserError, command_for, counted, eprint, parse_args, pre_import_setup, require, run_main, shell_quote,
 )  # fmt: skip
 
 if __name__ == "__main__":
@@ -32,15 +28,9 @@ if __name__ == "__main__":
 
 from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source, texts_of
 from lab.data.chat import build_chat, is_chat
-from lab.data.manifest import (
-    SHARD_NAME,
-    Manifest,
-    check_manifest_matches,
-    load_partial_manifest,
-    verify_shards,
-)
+from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
 from lab.data.python_docs import build_python_docs
-from lab.data.tokenizers import TOKENIZER_FILE, get_or_train, tokenizer_path
+from lab.data.tokenizers import get_or_train, tokenizer_path
 from lab.files import dir_lock
 
 
@@ -136,14 +126,6 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    if "--source" in argv:
-        after = argv[argv.index("--source") + 1 :]
-        names = list(itertools.takewhile(lambda word: not word.startswith("-"), after))
-        require(
-            len(names) < 2,
-            f"--source takes one file or folder, but got {listed(names, 3)}; put the files in one "
-            "folder and pass that",
-        )
     flags = parse_args(Config, argv)
     cfg = completed(flags)
     if flags.verify:
@@ -179,8 +161,6 @@ def build(cfg: CorpusConfig) -> Manifest:
         raise UserError(
             f"--strict checks the files of a folder, but --source is {cfg.source}; leave out --strict"
         )
-    check_out(cfg)
-    tokenizer_path(cfg.out, cfg.tokenizer)  # an unknown name is refused before --out is created
     if cfg.source == "builtin":
         if cfg.tokens:
             raise UserError(
@@ -189,7 +169,10 @@ def build(cfg: CorpusConfig) -> Manifest:
             )
         return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)
-    with output_folder(cfg.out):
+    refusal = (
+        f"another fineweb.py is writing {cfg.out}; wait until it ends, or choose another --out"
+    )
+    with dir_lock(cfg.out, refusal):
         if manifest := load_partial_manifest(cfg.out):  # before a tokenizer file is written there
             path = tokenizer_path(cfg.out, cfg.tokenizer)
             check_manifest_matches(cfg.out, manifest, tokenizer=Path(path).name)
@@ -212,32 +195,6 @@ def build(cfg: CorpusConfig) -> Manifest:
                 )
             return build_chat(files, cfg.out, tokenizer, cfg.context, cfg.shard_tokens)
         return build_corpus(dataclasses.replace(cfg, tokenizer=tokenizer), source, files)
-
-
-@contextlib.contextmanager
-def output_folder(folder: Path) -> Iterator[None]:
-    """Lock --out. Remove it if it is new and the body raises UserError before it writes a shard."""
-    existed = folder.exists()
-    refusal = f"another fineweb.py is writing {folder}; wait until it ends, or choose another --out"
-    with dir_lock(folder, refusal):
-        try:
-            yield
-        except UserError:
-            names = {path.name for path in folder.iterdir()}
-            if not existed and names <= {".lock", "manifest.json"}:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-
-def check_out(cfg: CorpusConfig) -> None:
-    """Raise UserError if --out has files, but none of a build, and is not the folder of the texts."""
-    names = sorted(path.name for path in cfg.out.glob("*"))
-    files = [name for name in names if name[0] != "." and name != TOKENIZER_FILE]
-    ours = {".lock", "manifest.json"}.intersection(names) or any(map(SHARD_NAME.fullmatch, names))
-    if files and not ours and cfg.out.resolve() != Path(cfg.source).resolve():
-        raise UserError(
-            f"{cfg.out} has other files, such as {files[0]}; choose a new or empty folder with --out"
-        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ bigrams: the previous token is known before attention. Muon: a step is equally l
 a matrix. Always on: RMSNorm, no biases, a norm of the embedding, other initial weights.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -124,15 +123,13 @@ class TrainConfig(train_gpt2.TrainConfig):
         for name in ("momentum_warmup", "batch_warmup_steps", "ema_steps"):
             settings.check_length(self, name)
         _, _, world_size = torchrun_env()
-        unit, batch_size = 2 * self.seq_len * world_size, max(1, self.batch_size)
-        multiple = unit * batch_size
-        hint = f"try {-(-self.total_batch_size // multiple) * multiple}, or pass --batch_warmup_steps 0"
-        if self.total_batch_size % unit == 0:
-            hint = f"pass --batch_size {math.gcd(self.total_batch_size // unit, batch_size)}"
+        multiple = 2 * max(1, self.batch_size) * self.seq_len * world_size
+        more = -(-self.total_batch_size // multiple) * multiple
         require(
             not self.batch_warmup_steps or self.total_batch_size % multiple == 0,
             f"total_batch_size={self.total_batch_size} must be a multiple of {multiple} (2 * batch_size "
-            f"* seq_len * world_size), because the first steps have half as many tokens; {hint}",
+            "* seq_len * world_size), because the first steps have half as many tokens; "
+            f"try {more}, a smaller --batch_size, or --batch_warmup_steps 0",
         )
 
 
@@ -446,9 +443,7 @@ class Trainer(train_gpt2.Trainer):
 
     def train_step(self):
         self.loader.set_total_batch_size(self.step_tokens(self.step))
-        if (
-            self.raw_model.config.dropout
-        ):  # other masks on each process; the same ones after a resume
+        if self.raw_model.config.dropout:  # a seed for each step and process, also after a resume
             torch.manual_seed(((self.cfg.seed << 40) + (self.step << 16) + self.world.rank) % 2**63)
         for group in self.optimizer.param_groups:
             if "momentum" in group:
@@ -466,11 +461,7 @@ class Trainer(train_gpt2.Trainer):
         steps = max(1, min(self.step, num_steps(self.cfg.ema_steps, self.cfg)))
         torch._foreach_lerp_(average, weights, 1 / steps)
         if self.step == self.cfg.max_steps:
-            self.use_average()
-
-    @torch.no_grad()
-    def use_average(self):
-        torch._foreach_copy_(list(self.raw_model.parameters()), list(self.average.values()))
+            torch._foreach_copy_(weights, average)
 
     def state_dict(self):
         return super().state_dict() | ({"average": self.average} if self.average else {})
@@ -480,9 +471,6 @@ class Trainer(train_gpt2.Trainer):
         saved = state.get("average", state["model"])  # the run may have begun without an average
         for name, tensor in self.average.items():
             tensor.copy_(saved[name])
-        if self.average and self.step == self.cfg.max_steps:  # --max_steps was lowered to this step
-            self.use_average()
-            self.saved_step = 0  # save it again, with these weights
 
 
 # ------------------------------------------------------------------------- 5. building the trainer

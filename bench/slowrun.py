@@ -5,11 +5,11 @@
     python bench/slowrun.py --table                  # print the recorded results; needs no GPU
 
 The program is tiny/train.py of github.com/qlabs-eng/slowrun at commit bcf188f, the last one without
-CUDA kernels of its own: a transformer of 317M weights for 100M tokens and 16 epochs. It runs with PyTorch's
-attention where FlashAttention 3 is not installed. Its files are never changed: EDITS is applied to a
-copy, and changes only what is downloaded, the number of validation tokens, and the schedule, whose
-phases keep their fractions of the run (see schedule). --total_batch_size is passed on to it: with a
-quarter of the text, a quarter of the batch keeps the number of updates per epoch.
+CUDA kernels of its own: a transformer of 317M weights for 100M tokens and 16 epochs. It runs with
+PyTorch's attention where FlashAttention 3 is not installed. Its files are never changed: EDITS is
+applied to a copy, and changes only what is downloaded, the number of validation tokens, and the
+schedule, whose phases keep their fractions of the run (see schedule). --total_batch_size is passed
+on to it: with a quarter of the text, a quarter of the batch keeps the number of updates per epoch.
 
 Validation is on the targets that train_gpt2.py and speedrun.py are validated on with the same
 --val_tokens: tokens 1 to val_tokens of the validation split, each exactly once, weighted equally. The

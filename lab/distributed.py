@@ -1,7 +1,6 @@
 """Processes of a run: rank, device and collectives. Used by every program that trains or evaluates."""
 
 import datetime
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +23,6 @@ class World:
         self.timeout = datetime.timedelta(seconds=timeout)
         self.rank, self.local_rank, self.world_size = torchrun_env()
         self.is_main, self.distributed = self.rank == 0, self.world_size > 1
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if not self.distributed and tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
-            eprint(
-                f"warning: Slurm started {tasks} tasks, but each works by itself; start one torchrun on "
-                "each machine (docs/RUNS.md#slurm)"
-            )
         self.device = resolve_device(device, self.local_rank)
         if self.distributed and self.device.type == "mps":
             raise UserError(

@@ -159,8 +159,9 @@ def is_tuned(source: str) -> bool | None:
     if is_checkpoint(source):
         with contextlib.suppress(UserError):  # config.json is missing, damaged or another program's
             train = read_json(Path(source).parent / "config.json", train=dict)["train"]
-            manifest = read_manifest(str(train.get("data", ""))) or {}
-            return train.get("preset") == "sft" or bool(manifest.get("context"))
+            if train.get("preset") == "sft":
+                return True
+            return bool((read_manifest(str(train.get("data", ""))) or {}).get("context"))
     return None
 
 
@@ -295,22 +296,16 @@ def init_from(source: str, model: Any, log_dir: str | Path = "log") -> None:
 
 
 def check_same_vocabulary(source: str, data: str) -> None:
-    """Raise UserError if a model and the data for it have different tokenizers, as far as both are known.
-    source: as resolve_source returns it."""
+    """Raise UserError if a model and the data for it have different tokenizer files. source: as
+    resolve_source returns it; one without such a file is accepted."""
     path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    config, manifest = folder / "config.json", read_manifest(data)
-    name = ""
-    if is_checkpoint(source) and config.exists():
-        name = read_json(config, "choose another model", model=dict)["model"].get("tokenizer", "")
-    files = folder / TOKENIZER_FILE, Path(data) / TOKENIZER_FILE
-    differ = bool(name) and manifest is not None and name != manifest["tokenizer"]
-    if not differ and path.exists() and all(file.exists() for file in files):
-        models = [read_json(file, "build the data again", model=dict)["model"] for file in files]
-        differ = models[0].get("vocab") != models[1].get("vocab")
-    if differ:
-        name = shell_quote(files[0]) if files[0].exists() else name
-        command = f"{command_for('fineweb.py')} --tokenizer {name}"
+    theirs = (path if path.is_dir() else path.parent) / TOKENIZER_FILE
+    files = theirs, Path(data) / TOKENIZER_FILE
+    if not (path.exists() and all(file.exists() for file in files)):
+        return
+    models = [read_json(file, "build the data again", model=dict)["model"] for file in files]
+    if models[0].get("vocab") != models[1].get("vocab"):
+        command = f"{command_for('fineweb.py')} --tokenizer {shell_quote(theirs)}"
         raise UserError(
             f"{source} has another vocabulary than {data}; build the data with `{command} --out FOLDER`"
         )

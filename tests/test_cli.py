@@ -315,17 +315,6 @@ def test_a_command_with_incomplete_torchrun_variables_prints_no_traceback(tmp_pa
         assert "must all be set" in done.stderr.splitlines()[-1]
 
 
-def test_slurm_tasks_without_torchrun_are_warned_of_once(monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    for task in ("0", "1"):
-        monkeypatch.setenv("SLURM_PROCID", task)
-        World("cpu")
-    assert (
-        capsys.readouterr().err.count("warning: Slurm started 2 tasks, but each works by itself")
-        == 1
-    )
-
-
 def test_empty_torchrun_variables_count_as_unset(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -262,10 +261,8 @@ def test_learning_rate_momentum_and_batch_schedules(tmp_path, shards):
         (0.02, 0.95, 128),
     ]  # fmt: skip
     assert [step_tokens(step, run.cfg) for step in (0, 19, 20)] == [64, 64, 128]
-    with pytest.raises(UserError, match="=144 must .* try 256, or pass --batch_warmup_steps 0"):
+    with pytest.raises(UserError, match="=144 must .* try 256, a smaller --batch_size, or --batch"):
         replace(run.cfg, total_batch_size=144).validate(run.raw_model.config)
-    with pytest.raises(UserError, match="=128 must be a multiple of 256 .*; pass --batch_size 4"):
-        replace(run.cfg, batch_size=8).validate(run.raw_model.config)
 
 
 def test_each_process_and_step_has_its_own_dropout(tmp_path, shards):
@@ -427,17 +424,6 @@ def test_resumed_run_equals_uninterrupted_one_and_tools_read_it(tmp_path, run_sp
     assert read_run(tmp_path / "other/r").losses[0] < whole.losses[0] - 0.2
     said = run_speedrun("--resume", "--max_steps", 7, "--checkpoint_every", 0)
     assert "checkpoint_every=0, so the steps after 6 are not saved\n" in said
-
-
-def test_a_shortened_run_ends_with_the_average_of_its_weights(tmp_path, run_speedrun):
-    run_speedrun("--max_steps", 6, "--checkpoint_every", 4, "--ema_steps", 3)
-    whole, stopped = tmp_path / "log/r", tmp_path / "log/stopped"
-    stopped.mkdir()
-    for name in ("config.json", "model_000004.pt"):
-        shutil.copy(whole / name, stopped)
-    run_speedrun("--resume", "--run_name", "stopped", "--max_steps", 4)
-    state = read_run(stopped).checkpoints[4]
-    assert all(torch.equal(state["model"][name], t) for name, t in state["average"].items())
 
 
 def test_trained_run_is_extended_and_resumed(tmp_path, run_speedrun):

@@ -201,8 +201,8 @@ class TokenShards:
 def no_shards_message(folder: Path, split: str) -> str:
     """Say why a folder has no shards of a split, and what to do."""
     fineweb, message = command_for("fineweb.py"), f"no {split} shards in {folder}"
-    manifest, begun = read_manifest(folder), (folder / ".lock").exists()  # by fineweb.py
-    if begun and not manifest or manifest and not manifest["complete"]:
+    manifest = read_manifest(folder)
+    if manifest and not manifest["complete"]:
         return f"{message}, whose build is not finished; run its command again"
     own = f"`{fineweb} --source {shell_quote(folder) if folder.is_dir() else 'FOLDER'} --out data/mine`"
     if any(folder.glob("*.jsonl")):

@@ -30,9 +30,7 @@ def loss_verdict(log: RunLog, settings: Mapping[str, Any]) -> str:
         return f"{shown} bad: a uniform guess has {uniform:.3f}; {hint}."
     if is_worse(log):
         at = steps[losses.index(best)]
-        if (
-            init_from and at == 0 and len(steps) == 2
-        ):  # no other validation: it may have risen at once
+        if init_from and at == 0:  # it rose at once
             hint = lower_lr_hint(settings)
         # before the resume, if the best loss is older than it
         rates = column(log, "train", "lr")

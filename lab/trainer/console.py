@@ -25,7 +25,7 @@ from lab.data.tokenizers import END_OF_TEXT, printable
 from lab.hardware import CPU_FLOPS
 from lab.program import program_file
 from lab.tools.read_log import read_log
-from lab.tools.verdict import is_worse, loss_verdict, lower_lr_hint
+from lab.tools.verdict import is_worse, loss_verdict
 from lab.trainer.checkpoint import checkpoint_files, step_of
 from lab.trainer.throughput import step_tokens_of
 
@@ -39,7 +39,6 @@ class Console:
         self.last_line = time.monotonic()  # when it was printed
         # loss in nats per token of the unigram baseline and of a uniform guess
         self.unigram, self.uniform = math.inf, math.inf
-        self.train_loss = math.inf  # the last one printed
         self.explained = False  # bits per byte
 
     def print(self, text: str, highlight: str = "", indent: str = " " * 7) -> None:
@@ -181,10 +180,7 @@ class Console:
         if self.unigram and loss < self.unigram:
             detail += f", {self.unigram - loss:.3f} below unigram"
         if step and loss > self.uniform + 0.1:
-            hint = f"{lower_lr_hint(vars(self.cfg))}, or more --warmup_steps"
-            if self.train_loss < self.uniform / 2:
-                hint = "the model learns its few training tokens by heart; add data"
-            detail += f", worse than a uniform guess: {hint}"
+            detail += ", worse than a uniform guess"
         shown = f"loss {loss:.4f}"
         self.print(f"step {step:5d}: validation {shown}{detail}", highlight=shown)
         if "bits per byte" in detail and not self.explained:
@@ -222,7 +218,7 @@ class Console:
                 self.print(f"    | {line}", indent="    | ")
 
     def print_train_step(self, step, loss, lr, grad_norm, seconds_left, speed) -> None:
-        self.train_loss, shown = loss, f"loss {loss:.4f}"
+        shown = f"loss {loss:.4f}"
         optional = [f"lr {lr:.2e}", f"grad norm {grad_norm:.2f}"]
         fields = [f"step {step:5d}/{self.cfg.max_steps}", shown, *optional]
         fields += [f"{speed['tok_per_s']:,.0f} tok/s"] if speed else []

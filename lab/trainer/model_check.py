@@ -11,7 +11,8 @@ from lab.cli import UserError, wrap
 
 @torch.no_grad()
 def check_model(model: Any, world: Any) -> None:
-    """Warn if a position sees later tokens, or if forward()'s loss is not the cross-entropy of its logits.
+    """Warn if a position sees later tokens, if predictions for the same text differ, or if forward()'s loss
+    is not the cross-entropy of its logits.
     Masked language models, which see later tokens and have no generate(), are not checked. Raises UserError
     if the loss is not finite."""
     if not hasattr(model, "generate"):
