@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from models import saved, tiny_gpt
 from test_fineweb import BYTES, call, hashes
 from test_loader import make_loader
 
@@ -18,6 +19,7 @@ from lab.data.chat import build_chats, find_messages, render_chat
 from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
+from lab.hf.export import export
 
 END = "<|endoftext|>"
 
@@ -277,3 +279,21 @@ def test_a_chat_file_may_have_a_long_name_and_a_copy(tmp_path, monkeypatch):
     for copy in ("a.jsonl", "a.v2.jsonl"):
         (tmp_path / copy).write_text("\n".join(talks))
         assert read_manifest(build_chats(copy, "bytes", 64))["documents"] == 20
+
+
+def test_an_export_of_a_model_tuned_for_chat_formats_conversations(tmp_path):
+    from transformers import AutoTokenizer
+
+    messages = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Two and two?"},
+        {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Why?"},
+    ]  # fmt: skip
+    path = saved(tiny_gpt(257, 128), tmp_path / "log/r/model_000001.pt")
+    for preset, tuned in (("laptop", False), ("sft", True)):
+        (tmp_path / "log/r/config.json").write_text(json.dumps({"train": {"preset": preset}}))
+        export(path, tmp_path / "out")
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert bool(theirs.chat_template) == tuned
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids, _ = render_chat(messages, get_tokenizer("bytes"), add_generation_prompt=True)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids.tolist()

@@ -479,27 +479,6 @@ def test_a_weights_file_with_a_wrong_checksum_is_refused(tmp_path):
     load_model(str(tmp_path / "out"))
 
 
-def test_an_export_of_a_model_tuned_for_chat_formats_conversations(tmp_path):
-    from transformers import AutoTokenizer
-
-    from lab.data.chat import render_chat
-    from lab.data.tokenizers import get_tokenizer
-
-    messages = [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Two and two?"},
-        {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Why?"},
-    ]  # fmt: skip
-    path = saved(tiny_gpt(257, 128), tmp_path / "log/r/model_000001.pt")
-    for preset, tuned in (("laptop", False), ("sft", True)):
-        (tmp_path / "log/r/config.json").write_text(json.dumps({"train": {"preset": preset}}))
-        export(path, tmp_path / "out")
-        theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-        assert bool(theirs.chat_template) == tuned
-    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids, _ = render_chat(messages, get_tokenizer("bytes"), add_generation_prompt=True)
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ids.tolist()
-
-
 def test_a_killed_export_keeps_the_earlier_one_and_is_cleaned_up_by_the_next(tmp_path):
     export(saved(earlier := tiny_gpt(), tmp_path / "earlier.pt"), tmp_path / "out")
     source = saved(model := tiny_gpt(n_embd=64), tmp_path / "model.pt")
