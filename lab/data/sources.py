@@ -128,10 +128,10 @@ def hub_errors(dataset: str) -> Iterator[None]:
         yield
     except (http_error, errors.HFValidationError, ConnectionError) as error:
         raise UserError(
-            f"the hub did not send {dataset} ({type(error).__name__}: {first_line(error)}): check "
-            "--dataset and --revision; for a private data set, log in with `hf auth login`; if the "
-            "hub does not answer, the same command continues later. --source FOLDER reads a copy "
-            "of the files, and --source builtin needs no network"
+            f"the hub did not send {dataset} ({type(error).__name__}: {first_line(error)}): without a "
+            "network, --source FOLDER reads a copy of the files, and --source builtin the built-in text; "
+            "if the hub does not answer, the same command continues later; otherwise check --dataset and "
+            "--revision, and for a private data set log in with `hf auth login`"
         ) from error
 
 
