@@ -127,10 +127,12 @@ class Engine:
             )
         return window(ids, self.block_size), dropped
 
-    @contextlib.asynccontextmanager
-    async def cache(self) -> AsyncIterator[KVCache]:
-        """Context manager: wait for a free cache, and return it afterwards."""
-        cache = await self.caches.get()
+    @contextlib.contextmanager
+    def lend(self, cache: KVCache) -> Iterator[KVCache]:
+        """Context manager: put a cache from `caches` back at the end.
+
+        It is not an async one that also waits for the cache: asyncio would close its generator at Ctrl-C,
+        perhaps before the code inside, which would then end in an error."""
         try:
             yield cache
         finally:  # a cancelled turn may still be running, but ends before the cache is used again

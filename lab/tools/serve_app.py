@@ -306,7 +306,7 @@ async def generate_lines(
 ) -> AsyncIterator[dict]:
     """The lines of POST /generate: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn.
     scored: token_logprobs of the prompt, or of the last token of `answer`."""
-    async with engine.cache() as cache:
+    with engine.lend(await engine.caches.get()) as cache:
         scored = await engine.compute(score_tokens, engine.model, engine.tokenizer, ids)
         scored = scored[-1:] if body.answer else scored
         yield dict(scored=scored, dropped=dropped, seed=body.seed)
@@ -347,7 +347,7 @@ class OpenAIAnswer:
 
     async def turns(self) -> AsyncGenerator[tuple[int, list[dict]]]:
         """Yield (index of the prompt, its new pieces)."""
-        async with self.engine.cache() as cache:
+        with self.engine.lend(await self.engine.caches.get()) as cache:
             for index, (body, ids) in enumerate(zip(self.bodies, self.ids)):
                 async for new in self.engine.stream(body, ids, cache, not self.body.stream):
                     yield index, new
