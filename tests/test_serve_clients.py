@@ -168,7 +168,7 @@ def test_each_token_is_sent_before_the_next_ones_are_computed(monkeypatch):
 
     async def stream(whole_turns):
         counts = []
-        async with engine.cache() as cache:
+        with engine.lend(await engine.caches.get()) as cache:
             request = GenerateRequest(max_tokens=9)
             async for new in engine.stream(request, [256], cache, whole_turns):
                 counts.append(len(new))
@@ -199,20 +199,57 @@ def test_engine_decodes_interleaved_texts_on_a_gpu():
 # ------------------------------------------------------------------------- the app without a server
 
 
+def post_scope(path):
+    """The scope of a POST request, as uvicorn passes it to an ASGI app."""
+    headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+    return dict(
+        type="http", method="POST", path=path, headers=headers, query_string=b"",
+        asgi={"version": "3.0", "spec_version": "2.3"},
+    )  # fmt: skip
+
+
 def call_app(app, path, receive):
-    """Call an ASGI app with a POST request, as uvicorn does. Returns what it sends."""
+    """Call an ASGI app with a POST request. Returns what it sends."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json"), (b"host", b"x")]
-    scope = dict(
-        type="http", method="POST", path=path, headers=headers, query_string=b"",
-        asgi={"version": "3.0", "spec_version": "2.4"},
-    )  # fmt: skip
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))
+    asyncio.run(asyncio.wait_for(app(post_scope(path), receive, send), 20))
     return sent
+
+
+def test_ctrl_c_while_clients_take_nothing_causes_no_error():
+    """asyncio then closes the generators of the answers, in any order."""
+    errors, engine = [], serve.Engine(noisy_gpt(), BYTES)
+    app = create_app(engine, "m", ["*"])
+
+    async def quit_while_sending():
+        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+        waiting = asyncio.Semaphore(0)
+
+        def request():
+            body = json.dumps(dict(prompt="a", stream=True)).encode()
+            unread = [{"type": "http.request", "body": body}]
+
+            async def receive():
+                return unread.pop() if unread else await asyncio.Event().wait()
+
+            async def send(message):
+                if message.get("body"):
+                    waiting.release()
+                    await asyncio.Event().wait()
+
+            return asyncio.create_task(app(post_scope("/v1/completions"), receive, send))
+
+        tasks = [request() for _ in range(serve.MAX_ACTIVE)]
+        for _ in tasks:
+            await asyncio.wait_for(waiting.acquire(), 20)
+
+    for _ in range(5):
+        asyncio.run(quit_while_sending())
+    assert errors == []
+    assert engine.caches.qsize() == serve.MAX_ACTIVE and engine.num_requests == 0
 
 
 def test_a_client_that_sends_slowly_times_out_and_frees_its_place(monkeypatch):

@@ -18,7 +18,7 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -37,7 +37,14 @@ from lab.inference.streaming import (
     make_decode_step,
     stream_generate,
 )
-from lab.registry import chat_warning, is_checkpoint, resolve_source, training_data, tuned_on
+from lab.registry import (
+    chat_warning,
+    first_questions,
+    is_checkpoint,
+    resolve_source,
+    training_data,
+    tuned_on,
+)
 from lab.tools.read_log import column, read_log
 from lab.trainer.checkpoint import read_checkpoint, step_of
 
@@ -127,10 +134,12 @@ class Engine:
             )
         return window(ids, self.block_size), dropped
 
-    @contextlib.asynccontextmanager
-    async def cache(self) -> AsyncIterator[KVCache]:
-        """Context manager: wait for a free cache, and return it afterwards."""
-        cache = await self.caches.get()
+    @contextlib.contextmanager
+    def lend(self, cache: KVCache) -> Iterator[KVCache]:
+        """Context manager: put a cache from `caches` back at the end.
+
+        It is not an async one that also waits for the cache: asyncio would close its generator at Ctrl-C,
+        perhaps before the code inside, which would then end in an error."""
         try:
             yield cache
         finally:  # a cancelled turn may still be running, but ends before the cache is used again
@@ -243,10 +252,14 @@ def serve(cfg: Config) -> None:
     local = host.startswith("127.")
     hosts = [host, "127.0.0.1", "localhost"] if local else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
-    builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
+    questions: Sequence[str] = QUESTIONS
+    if tuned_on(source, ROOT / "examples/chats.jsonl"):
+        questions = BUILTIN_QUESTIONS
+    elif local:  # on a public address they may be private
+        questions = first_questions(source, tokenizer) or QUESTIONS
     app = create_app(
         engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
-        training_data(source), BUILTIN_QUESTIONS if builtin else QUESTIONS, checkpoint_step(source),
+        training_data(source), questions, checkpoint_step(source),
     )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(

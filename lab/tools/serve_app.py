@@ -39,7 +39,8 @@ MAX_REQUEST_BYTES = 2**16
 MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
-# the page offers these to begin a chat; after tuning on examples/chats.jsonl, some of that file
+# the page offers these to begin a chat; after tuning on examples/chats.jsonl, some of that file, and
+# after tuning on other conversations their first_questions
 QUESTIONS = "What is a list?", "Tell me a short story.", "Which is larger, 7 or 12?"
 BUILTIN_QUESTIONS = "What is a token?", "How wide is the MLP inside a block?", "Can I stop a run?"
 SECURITY_POLICY = (  # the page may send requests only to this server
@@ -306,7 +307,7 @@ async def generate_lines(
 ) -> AsyncIterator[dict]:
     """The lines of POST /generate: {"scored", "dropped", "seed"}, then {"pieces", "seconds"} for each turn.
     scored: token_logprobs of the prompt, or of the last token of `answer`."""
-    async with engine.cache() as cache:
+    with engine.lend(await engine.caches.get()) as cache:
         scored = await engine.compute(score_tokens, engine.model, engine.tokenizer, ids)
         scored = scored[-1:] if body.answer else scored
         yield dict(scored=scored, dropped=dropped, seed=body.seed)
@@ -347,7 +348,7 @@ class OpenAIAnswer:
 
     async def turns(self) -> AsyncGenerator[tuple[int, list[dict]]]:
         """Yield (index of the prompt, its new pieces)."""
-        async with self.engine.cache() as cache:
+        with self.engine.lend(await self.engine.caches.get()) as cache:
             for index, (body, ids) in enumerate(zip(self.bodies, self.ids)):
                 async for new in self.engine.stream(body, ids, cache, not self.body.stream):
                     yield index, new
