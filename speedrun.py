@@ -190,7 +190,7 @@ def rotation(position, config):
     """cos and sin of the angles by which rotary embedding (Su et al. 2021) rotates pairs of channels:
     (2, T, 1, D), or (2, B, T, 1, D). Half of the pairs don't rotate, so that they can compare content
     independently of distance (as in modded-nanogpt). A query at position t is rotated by t, a key at s by s
-    times the frequency, so that of positions only t - s matters."""
+    times the frequency, so that their product depends on the positions only through t - s."""
     D = config.n_embd // config.n_head
     frequency, factor = rope_frequencies(config, position.device)  # (D // 4,)
     frequency = F.pad(frequency, (0, D // 2 - D // 4))
@@ -222,7 +222,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cos_sin, value, mask=None, cache=None):
         """value (B, T, C): value embeddings of the tokens, or None. They are mixed into the values, so that
-        attention can pass on which token stood there, whatever the layers before made of it."""
+        attention can also pass on which token stood there."""
         B, T, C = x.size()
         q, k, v = F.linear(x, self.qkv.flatten(0, 1)).split(C, dim=2)
         if value is not None:  # the mix: Zhou et al. 2024; the embeddings: modded-nanogpt
@@ -443,8 +443,6 @@ class Trainer(train_gpt2.Trainer):
 
     def train_step(self):
         self.loader.set_total_batch_size(self.step_tokens(self.step))
-        if self.raw_model.config.dropout:  # a seed for each step and process, also after a resume
-            torch.manual_seed(((self.cfg.seed << 40) + (self.step << 16) + self.world.rank) % 2**63)
         for group in self.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum(self.step, self.cfg)

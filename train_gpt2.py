@@ -156,9 +156,7 @@ PRESETS = {
         GPTConfig(32, 32, 2560), TrainConfig("gpt2-2.7b", lr=1.6e-4, min_lr=1.6e-5, parallel="fsdp2")
     ),
     # supervised fine-tuning on conversations; the model's shape comes from --init_from
-    "sft": (
-        GPTConfig(), TrainConfig(**settings.SFT, lr=2e-4, min_lr=0.0, warmup_steps=0.05, weight_decay=0.0)
-    ),
+    "sft": (GPTConfig(), TrainConfig(**settings.SFT, lr=2e-4, warmup_steps=0.05)),
     "laptop": (  # two minutes on two CPU cores, on the bytes of Python's own documentation
         GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=257, vocab_multiple=1),
         TrainConfig(
@@ -217,7 +215,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # init_weights scales this name
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # tanh, as in OpenAI's code
@@ -256,7 +254,7 @@ class HeadLoss(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019): pre-norm transformer, learned positions, tied head."""
 
-    # parameters with one row per token id, followed by the padding rows
+    # names of parameters with one row per token id, followed by the padding rows
     vocab_rows = ("transformer.wte.weight", "lm_head.weight")
 
     def __init__(self, config):
@@ -305,7 +303,7 @@ class GPT(nn.Module):
         if self.config.bf16_residual and is_bf16_autocast(x):
             x = x.bfloat16()  # half the memory traffic of every addition and LayerNorm
         for block in self.transformer.h:
-            if self.config.activation_checkpointing and torch.is_grad_enabled():
+            if self.config.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)
             else:
                 x = block(x, mask, cache)
@@ -425,11 +423,11 @@ def get_lr(step, cfg):
 
 class Trainer(CheckpointMixin):
     """The training step and all state of a run. speedrun.py and bert.py subclass it. CheckpointMixin adds
-    save(), which saves what an exact resume needs: weights, optimizer state, position in the data, loss
-    scale and random state.
+    save(), which saves what an exact resume needs: weights, optimizer state, position in the data and loss
+    scale.
 
-    raw_model is the bare model, used for saving and sampling. model is the same one, wrapped by DDP and
-    torch.compile, and used for training. step is the number of completed updates.
+    raw_model is the bare model, used for saving and sampling. model is the same one, used for training, and
+    perhaps wrapped by DDP and torch.compile. step is the number of completed updates.
     """
 
     model_class = GPT
@@ -450,6 +448,8 @@ class Trainer(CheckpointMixin):
         their sum, averaged over the processes, is the mean loss of the step's tokens. grad_norm is the
         norm of the gradient before clipping."""
         precision, timer, losses = self.precision, self.timer, []
+        # dropout, if a model has it: other masks in each step and process, the same ones after a resume
+        torch.manual_seed(hash((self.cfg.seed, self.step, self.world.rank)))
         timer.mark("start")  # --timing logs the milliseconds between these marks
         # grad_accum_steps = total_batch_size / (batch_size * seq_len * world_size)
         for micro_step in range(self.loader.grad_accum_steps):
@@ -479,8 +479,8 @@ class Trainer(CheckpointMixin):
                 timer.mark("backward")
             losses.append(loss.detach())
         self.health.record_gradients()  # norms of the parameters' gradients, to report spikes
-        # With ZeRO-1 and FSDP2 each process keeps a part of the gradients, and the optimizer clips them
-        # (with ZeRO-1, it first averages them over the processes).
+        # With ZeRO-1 and FSDP2 each process keeps a part of the gradients: the optimizer clips them, and
+        # averages over the processes those that are not averaged yet.
         clip = getattr(self.optimizer, "clip_grad_norm", self.clip_grad_norm)
         grad_norm = clip(self.cfg.grad_clip)
         self.health.observe(grad_norm)  # if it is a spike, --on_spike skip makes step() do nothing
@@ -582,7 +582,7 @@ def train(trainer, callbacks, log, stop):
             if last:
                 break
             losses, grad_norm = trainer.train_step()
-            health.record(losses)  # starts copying them to the CPU, for the next check()
+            health.record(losses)  # starts copying them to the CPU; a later check() reads them
             throughput.tick()  # excludes the first update, which compiles
             if trainer.step % cfg.log_every == 0 or trainer.step == cfg.max_steps:
                 loss = world.mean(losses.sum().item())  # .item() waits for the GPU

@@ -160,7 +160,8 @@ LAPTOP: dict[str, Any] = dict(
 SFT: dict[str, Any] = dict(
     preset="sft", data="examples/chats.jsonl", val_every=20, val_tokens=0, hellaswag_every=0,
     sample_every=50, sample_prompt="{user} What is a token?\n\n{assistant}".format(**ROLES),
-    checkpoint_every=20, total_batch_size=4096, max_steps=200, schedule="linear", compile=False,
+    checkpoint_every=20, total_batch_size=4096, max_steps=200, schedule="linear", min_lr=0.0,
+    weight_decay=0.0, compile=False,
 )  # fmt: skip
 
 
@@ -200,7 +201,8 @@ def check_length(config: Any, name: str) -> None:
 def check_shape(config: Any) -> None:
     """Raise UserError for a model shape (train_gpt2.GPTConfig) that cannot work."""
     check_range(config, 1, 4096, "n_layer", "n_head", "vocab_multiple")
-    check_range(config, 1, None, "n_embd", "block_size")
+    check_range(config, 1, None, "n_embd")
+    check_range(config, 2, None, "block_size")
     multiple = -(-config.n_embd // config.n_head) * config.n_head
     require(
         config.n_embd % config.n_head == 0,
@@ -226,8 +228,8 @@ def check_training(cfg: Any, model_config: Any) -> None:
     )
     require(
         cfg.lr > 0,
-        f"lr={cfg.lr} must be above 0, because the other learning rates scale with it; "
-        "to freeze the weights, pass a tiny one such as 1e-9",
+        f"lr={cfg.lr} must be above 0, because the other learning rates are stored as multiples "
+        "of it; to freeze all weights, pass a tiny value such as 1e-9 for each learning rate",
     )
     require(
         cfg.min_lr <= cfg.lr or cfg.schedule == "constant",
@@ -509,7 +511,7 @@ def resolve_vocabulary(model_config: Any, cfg: Any, presets: dict) -> Any:
 
 def validate_checkpoint(path: Path, state: Any, model_config: Any, cfg: Any) -> None:
     """Raise UserError if a checkpoint does not belong to this run."""
-    parts = "model", "optimizer", "loader", "scaler", "rng", "model_config", "train_config"
+    parts = "model", "optimizer", "loader", "scaler", "model_config", "train_config"
     wanted = dict.fromkeys(parts, dict) | dict(step=int, batch_size=int, best_val=(int, float))
     with read_errors(path, "checkpoint", f"start from its weights with --init_from {path}"):
         check_keys(state, **wanted)

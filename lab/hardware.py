@@ -1,4 +1,4 @@
-"""Hardware: devices, peak rates, memory, random state, and whether torch.compile works."""
+"""Hardware: devices, peak rates, memory, and whether torch.compile works."""
 
 import contextlib
 import importlib.util
@@ -100,19 +100,6 @@ def set_deterministic(enabled: bool) -> None:
     torch.use_deterministic_algorithms(enabled)
     # True would fill new tensors with NaN, which takes time
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
-
-
-def get_rng_state(device: torch.device) -> dict:
-    """States of torch's random generators: {"cpu": tensor, "cuda": tensor or None}."""
-    cuda = torch.cuda.get_rng_state() if device.type == "cuda" else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restore what get_rng_state returned; a GPU's state is ignored on other devices."""
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def compile_unsupported_reason(device: torch.device, model_config, precision) -> str:

@@ -135,7 +135,7 @@ def equal_bits(a, b):
     return a == b
 
 
-def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "rng", "best_val")):
+def differing_parts(a, b, parts=("step", "model", "optimizer", "loader", "best_val")):
     """The parts of two checkpoints that are not bit-equal."""
     return [part for part in parts if not equal_bits(a[part], b[part])]
 

@@ -166,9 +166,6 @@ def refuse(op, args, kwargs, tensors, there, into_mps):
         raise Refused("multinomial: pytorch/pytorch#192577")
     if packet in (aten.sort, aten.argsort) and not args[0].is_contiguous():
         raise Refused("sort of a tensor that is not contiguous: pytorch/pytorch#175187")
-    seeded = torch.Tag.nondeterministic_seeded in op.tags and "attention" not in str(op)
-    if seeded and kwargs.get("generator") is None:
-        raise Refused("the random state of MPS, which no checkpoint holds")
 
 
 class FunctionMode(TorchFunctionMode):
@@ -223,7 +220,6 @@ WRONG = {
     "an out": lambda x: torch.mm(x, x.t(), out=torch.zeros(6, 3, device=MPS)[:3]),
     "multinomial": lambda x: torch.multinomial(x, 1),
     "sort": lambda x: x.t().sort(),
-    "the random state": lambda x: x.normal_(),
     "numpy": lambda x: x.numpy(),
 }
 

@@ -79,10 +79,10 @@ def noisy_speedrun_gpt():
 
 
 @pytest.mark.parametrize(
-    "make", [noisy_gpt, lambda: noisy_gpt(attention="math"), noisy_speedrun_gpt],
-    ids=["sdpa", "math", "speedrun"],
+    "make", [noisy_gpt, lambda: noisy_gpt(attention="math"), noisy_speedrun_gpt,
+             lambda: noisy_gpt(activation_checkpointing=True)],
+    ids=["sdpa", "math", "speedrun", "checkpointing"],
 )  # fmt: skip
-@torch.no_grad()
 def test_several_new_tokens_after_a_filled_cache_match_the_uncached_logits(make):
     """Prefill 5 tokens, then pass 3 at once, without a mask."""
     model = make()

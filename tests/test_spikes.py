@@ -147,7 +147,7 @@ def test_a_skipped_update_changes_nothing(tmp_path, shards, monkeypatch, factor,
     left_out = train_here(tmp_path, shards, "out", **CALM)
     assert spike_steps(skipped, "skipped") == [(step, True)] and not spike_steps(left_out)
     ours, theirs = skipped.checkpoints[50], left_out.checkpoints[50]
-    assert not differing_parts(ours, theirs, ("step", "model", "loader", "rng"))
+    assert not differing_parts(ours, theirs, ("step", "model", "loader"))
     assert equal_bits(ours["optimizer"]["state"], theirs["optimizer"]["state"])
     assert ours["optimizer"]["state"][0]["step"] == 49 and ours["step"] == 50
     assert np.array_equal(skipped.losses, left_out.losses)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import (  # isort: skip
-    ROOT, TINY_RUN, Process, equal_bits, fail, read_run, run_code, run_python, succeed, two_ranks,
+    ROOT, TINY_RUN, Process, equal_bits, fail, finished, read_run, run_code, run_python, succeed, two_ranks,
 )  # fmt: skip
 
 import speedrun
@@ -106,16 +106,27 @@ def test_a_view_of_later_tokens_is_found_although_speedrun_begins_with_zeros(cap
         assert equal_bits(before, list(model.parameters()))
 
 
-def test_a_layer_without_gradient_is_named_under_torchrun(tmp_path, shards):
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp2"])
+def test_a_layer_without_gradient_is_named_under_torchrun(tmp_path, shards, parallel):
     extra = "        self.n_head, self.layer, self.attention ="
     program = edited_copy(
         tmp_path, "my_gpt.py", (extra, f"        self.extra = nn.Linear(2, 2)\n{extra}")
     )
-    words = [program, *TINY_RUN, "--data", shards, *TINY]
-    said = "depend on some parameters, for which DDP would wait: transformer.h.0.attn.extra.weight"
+    words = [program, *TINY_RUN, "--data", shards, *TINY, "--parallel", parallel]
+    said = "depend on some parameters.*: transformer.h.0.attn.extra.weight"
     done = [Process(*words, cwd=tmp_path, **rank) for rank in two_ranks()]
     assert all(process.wait() == 2 for process in done)
-    assert said in done[0].stderr
+    assert re.search(said, done[0].stderr)
+
+
+def test_a_model_without_layernorm_trains_with_fsdp2(tmp_path, shards):
+    norms = ("self.ln_1 = nn.", "self.ln_2 = nn.", "ln_f=nn.")
+    edits = [(f"{name}LayerNorm", f"{name}RMSNorm") for name in norms]
+    words = [edited_copy(tmp_path, "my_gpt.py", *edits), *TINY_RUN, "--data", shards, *TINY]
+    finished([Process(*words, "--parallel", "fsdp2", cwd=tmp_path, **rank) for rank in two_ranks()])
+    succeed(*words, "--run_name", "one", cwd=tmp_path)
+    two, one = (read_run(tmp_path / "log" / name).losses for name in ("r", "one"))
+    assert two == pytest.approx(one, abs=1e-5)
 
 
 def test_a_copy_is_sampled_resumed_exported_with_its_own_model(tmp_path, shards):
@@ -222,7 +233,7 @@ def test_dropout_is_off_in_validation(tmp_path, shards):
 
 
 GATE = (
-    "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # name used by init_weights\n",
+    "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # init_weights scales this name\n",
     "        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)\n"
     "        self.c_gate = nn.Linear(config.n_embd, 4 * config.n_embd)\n",
 )

@@ -192,9 +192,9 @@ def bytes_per_token(tokenizer: Tokenizer, shards: TokenShards, val_tokens: int) 
     """Mean number of text bytes per target, which converts nats per token to bits per byte."""
     counts, sizes = target_counts(shards, val_tokens), tokenizer.token_bytes()
     require(
-        len(sizes) >= len(counts),
-        f"vocab_size={len(counts)} must be at most {len(sizes)}, the size of the tokenizer; leave it out "
+        len(sizes) == len(counts),
+        f"vocab_size={len(counts)} must be {len(sizes)}, the size of the tokenizer; leave it out "
         "(--vocab_multiple pads it)",
     )
-    total_bytes = float(counts @ sizes[: len(counts)])
+    total_bytes = float(counts @ sizes)
     return total_bytes / int(counts.sum()) if counts.any() else None

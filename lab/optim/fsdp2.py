@@ -50,11 +50,11 @@ class Fsdp2AdamW(ShardedOptimizer):
         """Scale the gradients so that their norm over all ranks is at most max_norm (0: no limit). Returns
         the norm before scaling. backward() has averaged the gradients over the ranks, except those of
         LayerNorms, which are averaged here."""
-        whole = [p.grad for p in self.norm_params]
-        mean = self.world.all_reduce(torch.cat([g.flatten() for g in whole]))
-        mean /= self.world.world_size
-        for grad, part in zip(whole, mean.split([g.numel() for g in whole])):
-            grad.copy_(part.view_as(grad))
+        if whole := [p.grad for p in self.norm_params]:
+            mean = self.world.all_reduce(torch.cat([g.flatten() for g in whole]))
+            mean /= self.world.world_size
+            for grad, part in zip(whole, mean.split([g.numel() for g in whole])):
+                grad.copy_(part.view_as(grad))
         grads = [to_local(p.grad) for p in self.params]
         for shard, grad in zip(self.local_shards, grads):
             shard.grad = grad

@@ -29,7 +29,6 @@ from lab.files import (
     read_errors,
     write_errors,
 )
-from lab.hardware import get_rng_state, set_rng_state
 from lab.optim.state import check_optimizer_state, check_tensors, load_optimizer_state
 from lab.program import LEGACY_PROGRAMS, describe_program, warn_if_edited
 
@@ -153,7 +152,6 @@ class CheckpointMixin:
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(), "batch_size": self.loader.batch_size,
             "scaler": self.precision.scaler.state_dict(), "health": self.health.state_dict(),
-            "rng": get_rng_state(self.world.device),
             "model_config": asdict(self.raw_model.config), "train_config": asdict(self.cfg),
         }  # fmt: skip
 
@@ -164,7 +162,6 @@ class CheckpointMixin:
         if state["scaler"]:  # fp16 only
             self.precision.scaler.load_state_dict(state["scaler"])
         self.health.load_state_dict(state["health"])
-        set_rng_state(state["rng"], self.world.device)
         self.step = self.saved_step = state["step"]
         same = ("val_tokens", "seq_len", "mlm_probability")  # else losses cannot be compared
         before = state["train_config"]
@@ -280,6 +277,3 @@ def check_checkpoint(trainer, state: dict) -> None:
     history = state["health"].get("grad_norm_history", torch.zeros(0))
     # one dimension
     check_tensors({"gradient norms": history}, {"gradient norms": (history.numel(),)})
-    torch.Generator().set_state(state["rng"]["cpu"])  # raises if the state is not one
-    if state["rng"]["cuda"] is not None and trainer.world.device.type == "cuda":
-        torch.Generator("cuda").set_state(state["rng"]["cuda"])

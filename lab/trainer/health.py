@@ -19,7 +19,6 @@ from lab.cli import RunError, UserError, listed, wrap
 from lab.data.tokenizers import get_tokenizer
 from lab.distributed import AsyncCopy
 from lab.files import atomic_write, finite_json
-from lab.hardware import get_rng_state
 from lab.registry import tokenizer_name
 from lab.tools.verdict import lower_lr_hint
 from lab.trainer.checkpoint import step_of, write_checkpoint
@@ -71,8 +70,8 @@ class HealthMonitor:
             raise UserError(
                 "on_spike=skip does not work with precision=fp16; change one of the two"
             )
-        sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: ranks have only shards
-        self.named_params = [] if sharded else list(trainer.raw_model.named_parameters())
+        self.sharded = hasattr(optimizer, "clip_grad_norm")  # ZeRO-1, FSDP2: ranks have only shards
+        self.named_params = list(trainer.raw_model.named_parameters())
         fsdp2 = any(hasattr(p, "to_local") for p in trainer.raw_model.parameters())
         snapshots = self.policy != "continue" and self.world.is_main and not fsdp2
         self.snapshotter = StepSnapshotter(trainer) if snapshots else None
@@ -99,11 +98,13 @@ class HealthMonitor:
 
     @torch.no_grad()
     def record_gradients(self) -> None:
-        """Compute the norm of each parameter's gradient before clipping. In the first step, warn if some
-        have none."""
+        """Compute the norm of each parameter's gradient before clipping, unless gradients are sharded. In
+        the first step, warn if some have none; raises UserError if gradients are sharded."""
         grads = {name: p.grad for name, p in self.named_params if p.grad is not None}
         if not self.param_names:
             self.warn_without_gradient(grads)
+        if self.sharded:
+            return
         self.param_names = list(grads)
         self.param_norms = foreach_norm(list(grads.values()))
         if self.scaler.is_enabled():  # fp16: gradients are still scaled here
@@ -112,6 +113,11 @@ class HealthMonitor:
 
     def warn_without_gradient(self, grads: dict[str, Any]) -> None:
         without = [name for name, p in self.named_params if p.requires_grad and name not in grads]
+        if without and self.sharded:
+            raise UserError(
+                f"the loss does not depend on some parameters: {listed(without, 1)}; remove them, or look "
+                "for a detach() or no_grad()"
+            )
         if without:
             self.world.print0(
                 wrap(
@@ -275,7 +281,6 @@ class StepSnapshotter:
     def capture(self) -> None:
         """Record the state before the next step; start copying the weights."""
         snapshot = self.snapshots[self.trainer.step % 2]
-        snapshot["rng"] = get_rng_state(self.trainer.world.device)
         snapshot["loader"] = {"position": self.trainer.loader.position}
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())  # after the previous update
