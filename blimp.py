@@ -219,7 +219,10 @@ def summarize(scores: np.ndarray, group: np.ndarray) -> dict[str, Any]:
 
     acc is the mean over the pairs. Its standard error treats the paradigms as fixed and the pairs
     of each as a random sample: sqrt(sum over paradigms of n s^2) / N, for n pairs with standard
-    deviation s. For a single paradigm that is lm-evaluation-harness's s / sqrt(n)."""
+    deviation s. For a single paradigm that is lm-evaluation-harness's s / sqrt(n). If a paradigm has only
+    one pair, all pairs count as one paradigm."""
+    if (np.bincount(group) == 1).any():
+        group = np.zeros_like(group)
     n = np.bincount(group)
     means = np.bincount(group, scores) / np.maximum(1, n)
     squares = np.bincount(group, (scores - means[group]) ** 2)  # sums of squared deviations

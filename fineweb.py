@@ -30,7 +30,7 @@ from lab.data.build import FINEWEB_EDU, CorpusConfig, build_corpus, find_source,
 from lab.data.chat import build_chat, is_chat
 from lab.data.manifest import Manifest, check_manifest_matches, load_partial_manifest, verify_shards
 from lab.data.python_docs import build_python_docs
-from lab.data.tokenizers import get_or_train, tokenizer_path
+from lab.data.tokenizers import TOKENIZER_FILE, get_or_train, is_wordpiece, tokenizer_path
 from lab.files import dir_lock
 
 
@@ -143,7 +143,9 @@ def main(argv: list[str]) -> int:
     chats = f" --preset sft --init_from RUN --seq_len {context}" if context else ""
     if manifest["tokens"] * (1 if cfg.tokenizer == "bytes" else 4) < 1e6 and not chats:
         print("note: this is less than 1 MB of text, which a model soon learns by heart")
-    program = command_for("bert.py" if cfg.tokenizer == "wordpiece" else "train_gpt2.py")
+    tokenizer = Path(cfg.out, TOKENIZER_FILE)
+    word_piece = tokenizer.exists() and is_wordpiece(tokenizer)
+    program = command_for("bert.py" if word_piece else "train_gpt2.py")
     print(f"train on them: {program} --data {shell_quote(cfg.out)}{chats}")
     if context:
         print(

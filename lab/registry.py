@@ -14,6 +14,7 @@ import torch
 
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
+from lab.data.chat import CHAT_TEMPLATE
 from lab.data.manifest import manifest_files, read_manifest, sha256_of
 from lab.data.shards import open_shard
 from lab.data.tokenizers import (
@@ -24,7 +25,7 @@ from lab.data.tokenizers import (
     printable,
     tokenizer_for_vocab_size,
 )
-from lab.files import check_keys, read_errors, read_json
+from lab.files import check_keys, read_errors, read_json, read_lenient
 from lab.hf.gpt2 import PUBLISHED
 from lab.hf.load import check_finite, copy_into, download, parse_checkpoint, read_hugging_face
 from lab.program import class_path, code_hash, find_class, program_file, warn_if_edited
@@ -155,8 +156,8 @@ def load_tokenizer(model_config, source: str | Path = "") -> Tokenizer:
 
 
 def is_tuned(source: str) -> bool | None:
-    """Whether a model was fine-tuned on conversations, as the config.json of its run says. None: unknown.
-    source: as resolve_source returns it."""
+    """Whether a model was fine-tuned on conversations, as the config.json of its run or the chat template
+    of its export says. None: unknown. source: as resolve_source returns it."""
     if source in PUBLISHED:
         return False
     if is_checkpoint(source):
@@ -165,7 +166,7 @@ def is_tuned(source: str) -> bool | None:
             if train.get("preset") == "sft":
                 return True
             return bool((read_manifest(str(train.get("data", ""))) or {}).get("context"))
-    return None
+    return read_lenient(Path(source, "chat_template.jinja")) == END_OF_TEXT + CHAT_TEMPLATE or None
 
 
 def chat_warning(source: str, public: bool = False) -> str:

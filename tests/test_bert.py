@@ -51,7 +51,10 @@ def texts(tmp_path_factory):
     lines = [json.dumps({"text": " ".join(sentences(4, seed))}) for seed in range(150)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     flags = "--source text.jsonl --tokenizer wordpiece --vocab_size 90 --workers 0 --out words"
-    succeed("fineweb.py", *flags.split(), cwd=folder)
+    said = succeed("fineweb.py", *flags.split(), cwd=folder)
+    again = flags.replace("wordpiece", "words/tokenizer.json").replace("--out words", "--out again")
+    assert "bert.py --data words" in said
+    assert "bert.py --data again" in succeed("fineweb.py", *again.split(), cwd=folder)
     return folder
 
 

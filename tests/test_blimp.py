@@ -141,6 +141,8 @@ def test_scores_ties_and_errors_worked_out_by_hand():
     # first: mean 5/8, squared deviations 9+9+25+1 = 44/64, of which 4/3 times; second: 1/2, 1/2, 2/1
     assert found["acc"] == pytest.approx(3.5 / 6) and (found["ties"], found["count"]) == (1, 6)
     assert found["acc_stderr"] == pytest.approx(np.sqrt(4 * 44 / 64 / 3 + 2 * 0.5) / 6)
+    of_own = blimp.summarize(scores, np.arange(6))["acc_stderr"]  # each pair is a paradigm
+    assert of_own == pytest.approx(scores.std(ddof=1) / np.sqrt(6))
     only = blimp.summarize(scores[:4], group[:4])["acc_stderr"]
     assert only == pytest.approx(scores[:4].std(ddof=1) / 2)  # lm-evaluation-harness's
     data = blimp.Pairs([[]] * 6, group, ["p", "q"], ["binding", "ellipsis"])

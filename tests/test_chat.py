@@ -20,6 +20,7 @@ from lab.data.manifest import read_manifest, verify_shards
 from lab.data.shards import TokenShards
 from lab.data.tokenizers import get_tokenizer
 from lab.hf.export import export
+from lab.registry import is_tuned
 
 END = "<|endoftext|>"
 
@@ -294,6 +295,7 @@ def test_an_export_of_a_model_tuned_for_chat_formats_conversations(tmp_path):
         export(path, tmp_path / "out")
         theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
         assert bool(theirs.chat_template) == tuned
+        assert is_tuned(str(tmp_path / "out")) == (tuned or None), "as its export says"
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids, _ = render_chat(messages, get_tokenizer("bytes"), add_generation_prompt=True)
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids.tolist()

@@ -130,12 +130,18 @@ def test_losses_on_different_texts_are_drawn_but_not_compared(tmp_path, drawn, c
     )
 
 
+def test_losses_of_masked_and_of_next_tokens_are_not_compared():
+    masked = {"start": [start()], "val": [val(1, 6.7) | {"accuracy": 0.3}]}
+    logs = {"gpt": {"start": [start()], "val": [val(1, 6.3)]}, "bert": masked}
+    assert plot.headline(logs).startswith("different objectives")
+
+
 def test_runs_that_differ_in_the_seed_are_compared_by_their_mean(tmp_path):
     losses = {"old-1": 1.72, "old-2": 1.74, "new-1": 1.66, "new-2": 1.76}
     logs = {}
     for name, loss in losses.items():
         kind, seed = name.split("-")
-        command = f"python {kind}.py --lr 1 --seed {seed} --run_name {name}"
+        command = f"python {kind}.py --lr 1 --seed {seed} --run_name 'a {name}'"
         of = [start() | dict(command=command), *RUN[1:-1], val(400, loss)]
         logs[name] = read_log.read_log(write_log(tmp_path / name, of))
     at = "at 3.28M tokens, the mean of new-1 and new-2 has validation loss 1.710"
@@ -196,7 +202,8 @@ def test_find_runs(tmp_path, monkeypatch):
         os.utime(log, (time.time(), time.time() - 100 * i))
     assert list(map(str, read_log.find_runs([]))) == ["log/new"]
     assert list(map(str, read_log.find_runs(["old"]))) == ["log/old"]
-    assert list(map(str, read_log.find_runs(["log/old/model_000005.pt"]))) == ["log/old"]
+    for file in ("model_000005.pt", "log.jsonl"):
+        assert list(map(str, read_log.find_runs([f"log/old/{file}"]))) == ["log/old"]
     paths = ["log/old", "log/new/log.jsonl", "kept.jsonl"]
     assert read_log.run_names(paths) == ["old", "new", "kept"]
     assert read_log.run_names(["log/old", "x/old"]) == ["log/old", "x/old"]

@@ -475,6 +475,6 @@ def tokenizer_for_vocab_size(vocab_size: int) -> str:
     if vocab_size not in names:
         raise UserError(
             f"no tokenizer has {vocab_size} ids (gpt2 has 50257, bytes has 257); for another "
-            "tokenizer, add the manifest.json of the data"
+            "tokenizer, add its tokenizer.json to the model's folder, or the manifest.json to the data's"
         )
     return names[vocab_size]

@@ -4,6 +4,7 @@ Sources are Hugging Face folders, names on the hub, and files of nanoGPT, build-
 lab.registry builds the models; nothing here imports a model class or executes code from a file.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape. For our own
-    exports with the model's own tokenizer.json, the shape also has "tokenizer".
+    """(shape, state dict) of a Hugging Face folder or a model on the hub; see infer_shape. For a GPT-2 with
+    its own tokenizer.json, the shape also has "tokenizer".
 
     Reads the files that transformers would read. Raises UserError for a model that is neither GPT-2
     nor BERT, for damaged files, and for a config.json that does not describe the weights.
@@ -56,9 +57,20 @@ def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"{name}={config.get(name, default)} in {source}/config.json must be {found}, as in the "
                 f"weights; {REPAIR_HINT}"
             )
-    if config.get("tokenizer") == TOKENIZER_FILE:
+    # our exports say it; 257 ids are bytes
+    of_others = family is gpt2 and shape["vocab_size"] != 257 and has_own_vocabulary(folder)
+    if config.get("tokenizer") == TOKENIZER_FILE or of_others:
         shape["tokenizer"] = TOKENIZER_FILE
     return shape, state
+
+
+def has_own_vocabulary(folder: Path) -> bool:
+    """Whether a folder has a tokenizer.json with another vocabulary than OpenAI's."""
+    if not (folder / TOKENIZER_FILE).exists():
+        return False
+    with read_errors(folder / TOKENIZER_FILE, "tokenizer", REPAIR_HINT):
+        model = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]
+        return (model["vocab"].get("Ġinformants"), model["vocab"].get("Ġgazed")) != (50254, 50255)
 
 
 def find_family(source: str, config: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from lab.tools.read_log import (
     find_runs,
     loss_window,
     losses_by_position,
+    objectives,
     output_path,
     read_log,
     run_names,
@@ -74,6 +75,8 @@ def compare_losses(named: dict[str, RunLog], data: Sequence[str] = ()) -> str:
     two, runs that differ only in their seeds are compared by their mean; ± is then a 95 % interval.
     data: the folder of each run's data, "" if unknown; losses on different data are not compared."""
     logs = list(named.values())
+    if len(objectives(logs)) == 2:
+        return "different objectives: losses of masked and of next tokens cannot be compared"
     if not comparable(logs):
         return "different tokenizers: losses in nats per token cannot be compared"
     if not same_data(logs, data):
@@ -139,7 +142,7 @@ def without_seed(log: RunLog) -> str:
     first, *resumed = log.get("start") or [{}]
     command = first.get("command", "")
     changed = [start.get("changed") for start in resumed if start.get("changed")]
-    alike = re.sub(r" --(seed|run_name)[ =]\S+", "", command)
+    alike = re.sub(r" --(seed|run_name)[ =]('[^']*'|\S+)", "", command)
     return f"{first.get('code')} {alike} {changed}" if " --seed" in command else ""
 
 

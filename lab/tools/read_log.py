@@ -40,13 +40,21 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
         raise UserError(
             f"there is no run with a log in log/; `{train}` creates one, or pass a run directory"
         )
-    # a checkpoint stands for its run
-    named = [Path(path).parent if Path(path).suffix == ".pt" else Path(path) for path in paths]
+    # a checkpoint or a log stands for its run
+    named = [
+        path.parent if path.suffix == ".pt" or path.name == "log.jsonl" else path
+        for path in map(Path, paths)
+    ]
     found = []
     for path in named:
         in_log = Path("log", path)
         found.append(in_log if in_log.exists() and not path.exists() else path)
     return found
+
+
+def objectives(logs: Collection[RunLog]) -> set[bool]:
+    """Whether runs predict masked tokens (then they log an accuracy) or next tokens: one value or both."""
+    return {"accuracy" in row for log in logs for row in log.get("val", [])}
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lab.files import read_json
 from lab.tools import read_log
-from lab.tools.read_log import Record, RunLog, comparable, same_data
+from lab.tools.read_log import Record, RunLog, comparable, objectives, same_data
 
 
 class RunReport:
@@ -63,7 +63,7 @@ def mismatch(runs: Sequence[RunReport]) -> str:
     """The difference between runs because of which their losses cannot be compared: "objectives",
     "tokenizers" or "data"; "" if there is none."""
     logs = [run.log for run in runs]
-    if len({"accuracy" in row for log in logs for row in log.get("val", [])}) == 2:
+    if len(objectives(logs)) == 2:
         return "objectives"
     if not comparable(logs):
         return "tokenizers"
