@@ -28,7 +28,7 @@ from lab.tools.plot_style import color_of, style
 from lab.tools.read_log import column, read_log
 
 RECIPES = {  # {recipe of bench/speedrun.py: its name and color}
-    "gpt2": ("GPT-2's recipe", "orange"),
+    "gpt2": ("GPT-2, rate 1.2e-3", "orange"),
     "muon": ("train_gpt2.py, Muon", "pink"),
     "readable": ("readable recipe", "green"),
     "speedrun": ("speedrun.py", "blue"),
@@ -77,11 +77,7 @@ def one_minute(runs):
         assert tokens[-1] == row["tokens"]
         rows.append(row)
         runners.append(Runner(*looks, list(seconds), tokens, list(losses)))
-    first, last = runners[0], runners[-1]
-    met = np.interp(-first.losses[-1], -np.array(last.losses), last.seconds)
-    title = (
-        f"After {met:.0f} s, speedrun.py is where GPT-2's recipe is after {first.seconds[-1]:.0f} s"
-    )
+    title = f"A minute on one H200: {runners[-1].losses[-1]:.2f} nats per token with speedrun.py"
     note = f"124M, speedrun.py 201M; books and textbooks; {where_and_when(rows)}"
     return Race(title, note, runners)
 

@@ -26,7 +26,7 @@ def test_runners_have_the_recorded_numbers():
     minute, six, four = race.one_minute(RUNS), race.six_minutes(RUNS), race.four_passes(RUNS)
     ends = [(r.name, r.seconds[-1], r.tokens[-1], round(r.losses[-1], 2)) for r in minute.runners]
     assert ends == [
-        ("GPT-2's recipe", 65.824, 44236800, 5.02),
+        ("GPT-2, rate 1.2e-3", 65.824, 44236800, 5.02),
         ("train_gpt2.py, Muon", 62.783, 39321600, 3.8),
         ("readable recipe", 63.581, 43253760, 3.54),
         ("speedrun.py", 62.808, 40140800, 3.48),
