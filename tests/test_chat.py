@@ -243,9 +243,18 @@ def test_chat_shards(tmp_path):
     assert call(*args).returncode == 0 and hashes(out) == before
 
 
+def test_files_with_texts_and_conversations_are_read_as_texts_with_a_note(tmp_path):
+    record = dict(instruction="a", output="b", text="### a\n\n### b")
+    write_records(tmp_path / "c.parquet", [record] * 20)
+    done = call("--source", tmp_path / "c.parquet", *BYTES, "--out", tmp_path / "o")
+    assert done.returncode == 0 and "c.parquet holds texts (--text_column text) and" in done.stderr
+
+
 def test_each_conversation_is_the_first_of_its_row_in_some_epoch(tmp_path):
     talks = [say(f"question {i}", f"answer {i}") for i in range(30)]
     talks[3] += say("more?", "no.")  # an end-of-text inside of a conversation
+    for talk in talks[5:20]:
+        talk += say("thanks", "")[:1]  # a last turn without an answer
     source, out, tok = tmp_path / "chat.jsonl", tmp_path / "o", get_tokenizer("bytes")
     source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     assert call("--source", source, *BYTES, "--context", 130, "--out", out).returncode == 0

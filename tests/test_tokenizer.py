@@ -158,6 +158,7 @@ def test_a_run_with_its_own_tokenizer_from_the_text_to_the_export(tmp_path):
     )
     said = succeed("train_gpt2.py", *TINY_RUN, *more.split(), cwd=tmp_path)
     assert "no samples and no bits per byte" not in said
+    assert "seq_len=16 is less than block_size=64: later positions are not trained" in said
     run = read_run(tmp_path / "log/r")
     (val_event,) = [e for e in run.events if e["kind"] == "val" and e["step"] == 40]
     nats_per_byte = val_event["loss"] / tok.token_bytes()[val[1:257]].mean()

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.cli import ROOT, UserError, progress
+from lab.cli import ROOT, UserError, eprint, progress
 from lab.data.manifest import (
     Manifest,
     check_manifest_matches,
@@ -215,7 +215,15 @@ def is_chat(files: list[File], column: str) -> bool:
     if files[0].kind not in ("jsonl", "parquet") or files[0].path.startswith(HUB):
         return False
     _, first = next(records_in(files), ("", {}))
-    return find_messages(first) is not None and not isinstance(first.get(column), str)
+    if find_messages(first) is None:
+        return False
+    if isinstance(first.get(column), str):
+        eprint(
+            f"{files[0].name} holds texts (--text_column {column}) and conversations: reading the texts; to "
+            "fine-tune on the conversations, pass the file itself as --data to --preset sft"
+        )
+        return False
+    return True
 
 
 def read_chats(
@@ -242,10 +250,12 @@ def read_chats(
             raise nul_error(where)
         if not mask.any() or has_blank_answer(messages):
             skipped["no_answer"] += 1
-        elif len(ids) > context:
+            continue
+        end = len(mask) - int(mask[::-1].argmax())  # nothing is learned from the turns after it
+        if end > context:
             skipped["too_long"] += 1
         else:
-            splits["train" if i % 10 else "val"].append((ids, mask))
+            splits["train" if i % 10 else "val"].append((ids[:end], mask[:end]))
     if not splits["val"] or not splits["train"]:
         raise UserError(
             f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation and "
