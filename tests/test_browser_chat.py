@@ -174,6 +174,18 @@ def test_a_text_that_is_stopped_before_its_first_token_shows_its_prompt(tab):
     assert tab.page.inner_text("#foot").startswith("3 tokens, ")
 
 
+def test_a_refused_regenerate_keeps_the_draft(tab):
+    tab.mode("chat")
+    tab.set(max_tokens=3)
+    tab.write("hello")
+    tab.done()
+    tab.page.fill("#prompt", "a draft")
+    tab.page.evaluate("() => { window.fetch = () => Promise.reject(new Error('gone')); }")
+    tab.page.click("#chat button:text('Regenerate')")
+    tab.page.wait_for_function("() => document.getElementById('error').textContent")
+    assert tab.page.input_value("#prompt") == "a draft" and tab.count() == 1
+
+
 def test_help_can_be_shown_again(tab):
     helper, text = tab.page.get_by_role("button", name="Help"), tab.page.locator("#help")
     tab.set(max_tokens=3)

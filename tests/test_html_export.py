@@ -47,6 +47,11 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
         text = (ROOT / "lab/tools" / file).read_text(encoding="utf-8")
         assert text in html and "</" not in text, "the page has it unchanged"
     assert not re.search(r"(src|href)=|https?:|url\(|@import|fetch\(", html), "loads nothing"
+    assert ">The </textarea>" in html
+    (tmp_path / "log/r/config.json").write_text('{"train": {"preset": "sft"}}')
+    export(str(tmp_path / "log/r/model_000010.pt"), html=tmp_path / "chat.html")
+    assert ">User: Hello.\n\nAssistant:</textarea>" in (tmp_path / "chat.html").read_text()
+    (tmp_path / "log/r/config.json").unlink()
     export(str(tmp_path / "log/r/model_000010.pt"), html=tmp_path / "again.html")
     title = re.compile("nonce.*|<title>.*")
     assert title.sub("", (tmp_path / "again.html").read_text()) == title.sub("", html)

@@ -219,6 +219,12 @@ def test_chat_answer_ends_when_the_context_is_full(server):
     assert len(text) == 300 and text[-1]["end"] == "length"
 
 
+def test_a_chat_of_any_length_is_answered(server):
+    hi = [dict(role="user", content="hi"), dict(role="assistant", content="a" * 200)]
+    start, *_ = server.lines(messages=hi * 200 + hi[:1], max_tokens=2)
+    assert start["dropped"] > 390
+
+
 @pytest.mark.parametrize(
     "body, sentence",
     [

@@ -77,7 +77,7 @@ def test_long_bodies_end_in_a_sentence_and_take_no_memory(server):
     client, before = Client(server.port, seed=0), server.memory()
     for _ in range(4):  # 100 MB each, with a Content-Length or in chunks
         assert client.long_body() in (413, "closed")
-    assert server.send("/generate", dict(prompt="a", stop=["x" * 70_000]))[0] == 413
+    assert server.send("/generate", dict(prompt="a", stop=["x" * 2**20]))[0] == 413
     status, text = server.send("/generate", dict(prompt="a", stop=["x" * 101]))
     assert status == 400 and "stop.0" in text
     assert server.memory() < before + 20, "MiB"

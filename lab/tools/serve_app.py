@@ -35,7 +35,7 @@ from lab.templates import load_template
 from lab.tools.read_log import short
 
 MAX_NEW_TOKENS = 4096
-MAX_REQUEST_BYTES = 2**16
+MAX_REQUEST_BYTES = 2**20
 MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
@@ -57,7 +57,7 @@ class GenerateRequest(BaseModel, allow_inf_nan=False):
     likeliest: number of most probable tokens returned with each token."""
 
     prompt: str | list[int] = ""
-    messages: list[dict] | None = Field(None, min_length=1, max_length=200)
+    messages: list[dict] | None = Field(None, min_length=1)
     answer: list[int] = []
     max_tokens: int = Field(200, ge=1, le=MAX_NEW_TOKENS)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -159,7 +159,7 @@ def prompts_of(prompt: Any) -> list:
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[dict] = Field(min_length=1, max_length=200)
+    messages: list[dict] = Field(min_length=1)
     max_tokens: int = Field(
         200, ge=1, le=MAX_NEW_TOKENS,
         validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
