@@ -448,7 +448,7 @@ class Trainer(CheckpointMixin):
         their sum, averaged over the processes, is the mean loss of the step's tokens. grad_norm is the
         norm of the gradient before clipping."""
         precision, timer, losses = self.precision, self.timer, []
-        # dropout, if a model has it: other masks in each step and process, the same ones after a resume
+        # dropout, if you add it, then has different masks in each step and process, also after a resume
         torch.manual_seed(hash((self.cfg.seed, self.step, self.world.rank)))
         timer.mark("start")  # --timing logs the milliseconds between these marks
         # grad_accum_steps = total_batch_size / (batch_size * seq_len * world_size)

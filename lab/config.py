@@ -201,8 +201,7 @@ def check_length(config: Any, name: str) -> None:
 def check_shape(config: Any) -> None:
     """Raise UserError for a model shape (train_gpt2.GPTConfig) that cannot work."""
     check_range(config, 1, 4096, "n_layer", "n_head", "vocab_multiple")
-    check_range(config, 1, None, "n_embd")
-    check_range(config, 2, None, "block_size")
+    check_range(config, 1, None, "n_embd", "block_size")
     multiple = -(-config.n_embd // config.n_head) * config.n_head
     require(
         config.n_embd % config.n_head == 0,

@@ -6,7 +6,6 @@ loaded into train_gpt2.py's GPT or bert.py's Bert.
 
 import contextlib
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from lab.cli import UserError, command_for, require, shell_quote
 from lab.config_file import build_config
 from lab.data.chat import CHAT_TEMPLATE
-from lab.data.manifest import manifest_files, read_manifest, sha256_of
-from lab.data.shards import open_shard
+from lab.data.manifest import read_manifest, sha256_of
 from lab.data.tokenizers import (
     END_OF_TEXT,
     TOKENIZER_FILE,
@@ -198,23 +196,6 @@ def tuned_on(source: str, file: Path) -> bool:
         manifest = read_manifest(str(config["train"].get("data", ""))) or {}
         return [one[2] for one in manifest["source"]["files"]] == [sha256_of(file)]
     return False
-
-
-def first_questions(source: str, tokenizer: Tokenizer) -> list[str]:
-    """Up to three short messages that begin conversations of a run's training data; empty if there are
-    none. source: as resolve_source returns it."""
-    # suppressed: a file is missing, damaged or another program's
-    with contextlib.suppress(UserError, LookupError, TypeError, OSError):
-        data = read_json(Path(source).parent / "config.json", train=dict)["train"]["data"]
-        manifest = read_manifest(data)
-        if manifest and manifest["source"]["kind"] == "chat":
-            shard = open_shard(Path(data, manifest_files(manifest, "train")[0]["name"]))
-            ids = shard.read(0, min(shard.length, 100_000))
-            text = tokenizer.decode(ids[ids < tokenizer.vocab_size])
-            pattern = r"(?s:System: .*?\n\n)?User: (.{1,60})\n\nAssistant:"
-            found = [re.match(pattern, part) for part in text.split(END_OF_TEXT)]
-            return [*dict.fromkeys(match[1] for match in found if match)][:3]
-    return []
 
 
 def training_data(source: str) -> str:

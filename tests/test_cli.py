@@ -161,7 +161,6 @@ BAD = {
     "--warmup_steps 1.0": "a whole number of steps, or a fraction .* pass --warmup_steps 1$",
     "--lr 0 --min_lr 0": "lr=0.0 must be above 0, because",
     "--parallel zero1 --optimizer muon": "zero1 shards AdamW's state and does not work with optimizer=muon",
-    "--block_size 1 --seq_len 1": "block_size=1 must be at least 2",
     "--n_layer 5000": "n_layer=5000 must be from 1 to 4096",
     "fineweb.py --tokens 1" + 400 * "0": "tokens=10+ must be a number of tokens",
     "--run_name ../x": "run_name=../x must be a plain name",

@@ -50,7 +50,9 @@ def test_the_command_writes_the_page_of_a_run(tmp_path):
     assert ">The </textarea>" in html
     (tmp_path / "log/r/config.json").write_text('{"train": {"preset": "sft"}}')
     export(str(tmp_path / "log/r/model_000010.pt"), html=tmp_path / "chat.html")
-    assert ">User: Hello.\n\nAssistant:</textarea>" in (tmp_path / "chat.html").read_text()
+    assert (
+        ">User: What is a token?\n\nAssistant:</textarea>" in (tmp_path / "chat.html").read_text()
+    )
     (tmp_path / "log/r/config.json").unlink()
     export(str(tmp_path / "log/r/model_000010.pt"), html=tmp_path / "again.html")
     title = re.compile("nonce.*|<title>.*")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, fail, run_python, wait_for
-from models import noisy_gpt, saved
+from models import noisy_gpt
 from test_plot import start as start_event
 from test_plot import val, write_log
 
@@ -196,29 +196,6 @@ def test_questions_of_the_page_are_those_of_the_conversations_tuned_on(tmp_path)
         assert tuned_on(source, chats) == (file == chats)
         assert is_tuned(source), "whatever the preset"
     assert not tuned_on("gpt2", chats) and not tuned_on(source, tmp_path / "missing")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_page_of_a_model_tuned_on_own_conversations_offers_their_questions(start, tmp_path, host):
-    """Not on a public address, where they may be private."""
-    asked = ["Held out?", "Who feeds Ada?", "A long one. " * 6, "Who feeds Ada?", "Is <b> é?"]
-    asked += ["One\nline?", "When?", "A fourth?"]
-    lines = []
-    for i, question in enumerate(asked):
-        turns = [("user", question), ("assistant", "Me."), ("user", "Why?"), ("assistant", "So.")]
-        turns = [("system", "Be brief.\n\nBe kind.")] * (i % 2) + turns
-        lines.append(json.dumps(dict(messages=[dict(role=r, content=c) for r, c in turns])))
-    file, folder = tmp_path / "mine.jsonl", tmp_path / "shards"
-    file.write_text("\n".join(lines), encoding="utf-8")
-    folder.mkdir()
-    build_chat(local_files(str(file)), folder, "bytes", 256, 10**6)
-    source = tmp_path / "log/r/model_000010.pt"
-    saved(noisy_gpt(), source)
-    (source.parent / "config.json").write_text(json.dumps(dict(train=dict(data=str(folder)))))
-    page = page_of(start(ROOT / "lab", "serve", source, "--port", 0, "--host", host))
-    (offered,) = re.findall(r"chat: (\[.*\]) };", page)
-    own = ["Who feeds Ada?", "Is <b> é?", "When?"]
-    assert json.loads(offered) == (own if host == "127.0.0.1" else list(QUESTIONS))
 
 
 def test_port_in_use_gives_the_fix(tmp_path):

@@ -352,7 +352,7 @@ def truncate_chat(
             fits = ids.tolist(), start
     if fits is None:
         raise UserError(
-            f"the newest message takes {len(ids)} tokens with its roles{' and the system message' * first}, "
+            f"the newest message takes {len(ids)} tokens with its roles and any system message, "
             f"but must fit in {space} to leave space for the answer; shorten it"
         )
     return fits

@@ -4,7 +4,6 @@ Sources are Hugging Face folders, names on the hub, and files of nanoGPT, build-
 lab.registry builds the models; nothing here imports a model class or executes code from a file.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,19 @@ def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"{name}={config.get(name, default)} in {source}/config.json must be {found}, as in the "
                 f"weights; {REPAIR_HINT}"
             )
-    # our exports say it; 257 ids are bytes
-    of_others = family is gpt2 and shape["vocab_size"] != 257 and has_own_vocabulary(folder)
-    if config.get("tokenizer") == TOKENIZER_FILE or of_others:
+    # an export of a byte model (257 ids) also has a tokenizer.json, for transformers
+    other = family is gpt2 and shape["vocab_size"] != 257 and has_other_vocabulary(folder)
+    if config.get("tokenizer") == TOKENIZER_FILE or other:
         shape["tokenizer"] = TOKENIZER_FILE
     return shape, state
 
 
-def has_own_vocabulary(folder: Path) -> bool:
-    """Whether a folder has a tokenizer.json with another vocabulary than OpenAI's."""
+def has_other_vocabulary(folder: Path) -> bool:
+    """Whether a folder has a tokenizer.json whose vocabulary is not OpenAI's."""
     if not (folder / TOKENIZER_FILE).exists():
         return False
-    with read_errors(folder / TOKENIZER_FILE, "tokenizer", REPAIR_HINT):
-        model = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]
-        return (model["vocab"].get("Ġinformants"), model["vocab"].get("Ġgazed")) != (50254, 50255)
+    vocab = read_json(folder / TOKENIZER_FILE, REPAIR_HINT, model=dict)["model"].get("vocab")
+    return not isinstance(vocab, dict) or vocab.get("Ġgazed") != 50255  # OpenAI's last merge
 
 
 def find_family(source: str, config: dict[str, Any]) -> Any:

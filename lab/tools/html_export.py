@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from lab.cli import ROOT, UserError, counted
-from lab.data.chat import ROLES
+from lab.cli import UserError, counted
+from lab.config import SFT
 from lab.data.tokenizers import get_tokenizer
 from lab.files import atomic_write, write_errors
-from lab.registry import is_tuned, tokenizer_name, training_data, tuned_on
+from lab.registry import is_tuned, tokenizer_name, training_data
 from lab.templates import load_template
 from lab.tools.read_log import short
 
@@ -81,15 +81,6 @@ def half_precision(model: Any, source: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def first_prompt(source: str, tokens: list[str] | None) -> str:
-    """What stands in the box at first."""
-    if is_tuned(source):
-        builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
-        question = "What is a token?" if builtin else "Hello."
-        return f"{ROLES['user']} {question}\n\n{ROLES['assistant']}"
-    return "The" if tokens else "The "  # a token of GPT-2 includes the space before a word
-
-
 def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[str] | None) -> str:
     """The HTML. The same model gives the same page."""
     weights = b"".join(p.contiguous().numpy().tobytes() for p in state.values())
@@ -101,11 +92,12 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
         f"{counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, {config.n_embd} channels, "
         f"a context of {config.block_size} {'tokens' if tokens else 'bytes'}"
     )
+    prompt = "The" if tokens else "The "  # a token of GPT-2 includes the space before a word
     return load_template("model.html.j2").render(
         title=f"{name}, a GPT-2 with {short(sum(p.numel() for p in state.values()))} parameters",
         data=training_data(source),
         facts=facts,
-        prompt=first_prompt(source, tokens),
+        prompt=SFT["sample_prompt"] if is_tuned(source) else prompt,
         longest=10_000,
         about={
             "config": shape | {"end_of_text": config.end_of_text},

@@ -18,7 +18,7 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -37,14 +37,7 @@ from lab.inference.streaming import (
     make_decode_step,
     stream_generate,
 )
-from lab.registry import (
-    chat_warning,
-    first_questions,
-    is_checkpoint,
-    resolve_source,
-    training_data,
-    tuned_on,
-)
+from lab.registry import chat_warning, is_checkpoint, resolve_source, training_data, tuned_on
 from lab.tools.read_log import column, read_log
 from lab.trainer.checkpoint import read_checkpoint, step_of
 
@@ -252,14 +245,10 @@ def serve(cfg: Config) -> None:
     local = host.startswith("127.")
     hosts = [host, "127.0.0.1", "localhost"] if local else ["*"]
     name = "/".join(Path(source).parts[-2:]).removesuffix(".pt")  # do not reveal the whole path
-    questions: Sequence[str] = QUESTIONS
-    if tuned_on(source, ROOT / "examples/chats.jsonl"):
-        questions = BUILTIN_QUESTIONS
-    elif local:  # on a public address they may be private
-        questions = first_questions(source, tokenizer) or QUESTIONS
+    builtin = tuned_on(source, ROOT / "examples/chats.jsonl")
     app = create_app(
         engine, name, hosts, validation_loss(source), chat_warning(source, public=not local),
-        training_data(source), questions, checkpoint_step(source),
+        training_data(source), BUILTIN_QUESTIONS if builtin else QUESTIONS, checkpoint_step(source),
     )  # fmt: skip
     print(f"{source} on {device}: http://{host}:{port}   (press Ctrl-C to quit)", flush=True)
     config = uvicorn.Config(

@@ -39,8 +39,7 @@ MAX_REQUEST_BYTES = 2**20
 MAX_PROMPTS = 20  # in one request
 CLIENT_TIMEOUT = 60  # seconds for a client to send its request, or to take a part of the answer
 RETRY_AFTER = 10  # seconds after which a refused client may ask again
-# the page offers these to begin a chat; after tuning on examples/chats.jsonl, some of that file, and
-# after tuning on other conversations their first_questions
+# the page offers these to begin a chat; after tuning on examples/chats.jsonl, some of that file
 QUESTIONS = "What is a list?", "Tell me a short story.", "Which is larger, 7 or 12?"
 BUILTIN_QUESTIONS = "What is a token?", "How wide is the MLP inside a block?", "Can I stop a run?"
 SECURITY_POLICY = (  # the page may send requests only to this server

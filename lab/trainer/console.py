@@ -157,11 +157,11 @@ class Console:
                 "run with --init_from uses all of them"
             )
         context = trainer.raw_model.config.block_size
-        learned = "transformer.wpe.weight" in dict(trainer.raw_model.named_parameters())
-        if learned and cfg.seq_len < context and not cfg.init_from:
+        learned_positions = "transformer.wpe.weight" in dict(trainer.raw_model.named_parameters())
+        if learned_positions and cfg.seq_len < context and not cfg.init_from:
             yield (
                 f"seq_len={cfg.seq_len} is less than block_size={context}: later positions are not "
-                f"trained, and texts get bad there; a new run can have --block_size {cfg.seq_len}"
+                f"trained, so longer texts turn into nonsense; start a run with --block_size {cfg.seq_len}"
             )
         flops = trainer.raw_model.flops_per_token(cfg.seq_len) * cfg.total_batch_size
         minutes = flops / CPU_FLOPS / world.world_size / 60

@@ -98,11 +98,10 @@ class HealthMonitor:
 
     @torch.no_grad()
     def record_gradients(self) -> None:
-        """Compute the norm of each parameter's gradient before clipping, unless gradients are sharded. In
-        the first step, warn if some have none; raises UserError if gradients are sharded."""
+        """Compute the norm of each parameter's gradient before clipping, except with ZeRO-1 and FSDP2."""
         grads = {name: p.grad for name, p in self.named_params if p.grad is not None}
         if not self.param_names:
-            self.warn_without_gradient(grads)
+            self.check_all_have_gradients(grads)
         if self.sharded:
             return
         self.param_names = list(grads)
@@ -111,20 +110,18 @@ class HealthMonitor:
             scale = self.scaler.scale(torch.ones(1, device=self.world.device))[0]
             self.param_norms = [norm / scale for norm in self.param_norms]
 
-    def warn_without_gradient(self, grads: dict[str, Any]) -> None:
+    def check_all_have_gradients(self, grads: dict[str, Any]) -> None:
+        """Warn if some parameters have no gradient. ZeRO-1 and FSDP2 need all: raises UserError."""
         without = [name for name, p in self.named_params if p.requires_grad and name not in grads]
-        if without and self.sharded:
-            raise UserError(
-                f"the loss does not depend on some parameters: {listed(without, 1)}; remove them, or look "
-                "for a detach() or no_grad()"
-            )
-        if without:
-            self.world.print0(
-                wrap(
-                    "warning: the loss does not depend on some parameters, so they are not trained: "
-                    f"{listed(without, 1)}; are they unused, or is there a detach() or no_grad()?"
-                )
-            )
+        if not without:
+            return
+        said = (
+            "the loss does not depend on some parameters, so they are not trained: "
+            f"{listed(without, 1)}; are they unused, or is there a detach() or no_grad()?"
+        )
+        if self.sharded:
+            raise UserError(said)
+        self.world.print0(wrap(f"warning: {said}"))
 
     @torch.no_grad()
     def observe(self, norm: torch.Tensor) -> None:
