@@ -1,5 +1,5 @@
 """Train a GPT with today's methods: a loss of 3.48 nats after a minute on one H200, where GPT-2's recipe
-has 4.60 (docs/LOG.md#race-rates).
+has 4.63 (docs/LOG.md#race-rates).
 
     python speedrun.py                              # two minutes on two cores
     python speedrun.py --preset speedrun --fp8 all  # 43 s on an H200

@@ -130,9 +130,9 @@ def show(records):
     for r in sorted(records, key=lambda r: (r["recipe"], r["tokens"], r["passes"])):
         rows.append((r["recipe"], f"{r['tokens']:,}", r["passes"], r["seed"]))
         blimp = f"{r['blimp']:.1%}" if "blimp" in r else ""
-        rows[-1] += (f"{r['val_loss']:.4f}", blimp, round(r["gpu_seconds"]))
-    head = "recipe", "tokens", "passes", "seed", "validation loss", "BLiMP", "GPU-seconds"
-    print_rows(head, rows)
+        rows[-1] += (f"{r['val_loss']:.4f}", blimp, round(r["gpu_seconds"]), r["also"])
+    head = "recipe,tokens,passes,seed,validation loss,BLiMP,GPU-seconds,other flags"
+    print_rows(head.split(","), rows)
     of = grouped(records, "recipe")
     if {"small-data", "gpt2"} <= of.keys():
         ours = best_losses(of["small-data"])

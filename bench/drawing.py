@@ -81,7 +81,7 @@ def where_and_when(rows):
     rows = [dict(row, gpu=row.get("gpu") or row.get("device")) for row in rows]
     parts = []
     for field in ("gpu", "torch", "date"):
-        values = ", ".join(dict.fromkeys(str(row[field]) for row in rows if row.get(field)))
+        values = ", ".join(sorted({str(row[field]) for row in rows if row.get(field)}))
         parts.append(f"torch {values}" if field == "torch" and values else values)
     return ", ".join(filter(None, parts))
 

@@ -28,7 +28,7 @@ from lab.tools.plot_style import color_of, style
 from lab.tools.read_log import column, read_log
 
 RECIPES = {  # {recipe of bench/speedrun.py: its name and color}
-    "gpt2": ("GPT-2, rate 1.2e-3", "orange"),
+    "gpt2": ("GPT-2's recipe", "orange"),
     "muon": ("train_gpt2.py, Muon", "pink"),
     "readable": ("readable recipe", "green"),
     "speedrun": ("speedrun.py", "blue"),
@@ -65,10 +65,10 @@ class Race:
 
 
 def one_minute(runs):
-    """Four recipes on one H200, for about a minute; the first seed that was measured."""
+    """Four recipes on one H200, for about a minute: the newest run of each, or its first seed."""
     rows, runners = [], []
     for recipe, looks in RECIPES.items():
-        row = records(runs, "race_h200", "curve", recipe=recipe)[0]
+        row = max(records(runs, "race_h200", "curve", recipe=recipe), key=lambda r: r["date"])
         seconds, steps, losses = zip(*row["curve"])
         # the first steps may have half as many tokens
         full, half = 65536, 65536 // 2

@@ -47,7 +47,7 @@ SMALL = {"values": "--value_tables 1", "smear": "--smear"}
 RECIPES = {
     "gpu": {
         "gpt2": f"train_gpt2.py --preset gpt2 {MARK}",
-        "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.02 --lr 1.8e-3
+        "muon": f"""train_gpt2.py --preset gpt2 {MARK} --optimizer muon --muon_lr 0.04 --lr 1.8e-3
             --min_lr 0 --schedule wsd --warmup_steps 0.025 --decay_steps 0.625""",
         "readable": f"speedrun.py {GPU} {READABLE} {RATES} --no_equilibrate_rows --beta2 0.95",
         "speedrun": f"speedrun.py {GPU}",

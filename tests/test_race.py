@@ -26,8 +26,8 @@ def test_runners_have_the_recorded_numbers():
     minute, six, four = race.one_minute(RUNS), race.six_minutes(RUNS), race.four_passes(RUNS)
     ends = [(r.name, r.seconds[-1], r.tokens[-1], round(r.losses[-1], 2)) for r in minute.runners]
     assert ends == [
-        ("GPT-2, rate 1.2e-3", 65.824, 44236800, 5.02),
-        ("train_gpt2.py, Muon", 62.783, 39321600, 3.8),
+        ("GPT-2's recipe", 64.75, 44236800, 4.63),
+        ("train_gpt2.py, Muon", 62.138, 39321600, 3.73),
         ("readable recipe", 63.581, 43253760, 3.54),
         ("speedrun.py", 62.808, 40140800, 3.48),
     ]
@@ -63,7 +63,7 @@ def test_the_figure_is_small_and_its_end_is_the_still_picture(written, name):
 def test_the_slider_shows_each_runner_at_its_second(written, chromium):
     tab = Tab(chromium, (written / "p.html").as_uri(), viewport={"width": 390, "height": 800})
     cards, losses = tab.page.locator(".card"), tab.page.locator(".loss")
-    assert losses.all_text_contents() == ["5.02", "3.80", "3.54", "3.48"]
+    assert losses.all_text_contents() == ["4.63", "3.73", "3.54", "3.48"]
     tab.page.wait_for_function("window.Plotly")
     tab.page.get_by_label("six minutes").check()
     runner = race.six_minutes(RUNS).runners[1]
