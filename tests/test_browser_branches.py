@@ -160,6 +160,26 @@ def test_an_idle_tab_keeps_what_another_one_has_stored(tab):
     assert tab.count() == 1
 
 
+def test_two_tabs_keep_the_branches_of_both(tab):
+    tab.set(max_tokens=2)
+    tab.page.evaluate("() => store()")
+    other = tab.page.context.new_page()
+    other.goto(tab.page.url)
+    for page, prompt in ((other, "abc"), (tab.page, "xyz"), (other, "uvw")):
+        page.fill("#prompt", prompt)
+        page.click("#go")
+        page.wait_for_selector("#go", state="visible")
+        page.evaluate("() => store()")
+    other.close()
+    tab.page.reload()
+    assert tab.count() == 3
+    prompts = "() => state.branches.text.map(b => b.turns[0].ask.prompt)"
+    assert tab.page.evaluate(prompts) == ["abc", "xyz", "uvw"]
+    tab.page.evaluate("() => { removeBranch(); store(); }")
+    tab.page.reload()
+    assert tab.count() == 2
+
+
 @pytest.mark.parametrize(
     "damage",
     ["{", '{"branches": 3}', '{"branches": {"text": [{"id": 1}], "chat": []}, "at": {"text": 1}}'],
@@ -190,3 +210,4 @@ def test_full_storage_loses_the_oldest_branches_only(tab):
     assert 0 < len(names) < 5 and names == [f"long {i}" for i in range(5)][-len(names) :]
     assert tab.page.evaluate("() => localStorage.getItem('lab serve other')") is None
     assert tab.page.locator("#branches button").count() == 6, "this page still has all"
+    assert f"not saved: the oldest {6 - len(names)}" in tab.page.text_content("#unsaved")
