@@ -96,7 +96,7 @@ class BertTrainConfig(train_gpt2.TrainConfig):
     max_steps: int = 10000  # number of updates
     optimizer: Literal["adamw", "muon"] = "muon"  # of matrices in blocks; the rest uses adamw
     lr: float = 1e-3  # peak learning rate of AdamW; for --optimizer adamw use 2e-4 (laptop: 2e-3)
-    muon_lr: float = 0.005  # peak learning rate of Muon; 0.02 was too high for bert-base (no log was kept)
+    muon_lr: float = 0.005  # peak learning rate of Muon (bert-base: 0.02 was too high; no log kept)
     min_lr: float = 0.0  # learning rate at the end of the schedule
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "wsd"  # wsd: warmup-stable-decay
     warmup_steps: int | float = 0.05  # linear warmup: steps, or a fraction of max_steps below 1

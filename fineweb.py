@@ -64,7 +64,8 @@ class Config:
     text_column: str = "text"
     # tokens per row of chat data; longer conversations are skipped and counted
     context: int = 1024
-    shard_tokens: str = "100M"  # tokens per shard, which is kept in memory until it is complete
+    # tokens per shard, which is kept in memory until it is complete (builtin: always two shards)
+    shard_tokens: str = "100M"
     # tokens in the validation shard; empty: as in other shards, but at most a tenth of all
     val_tokens: str = ""
     # number of worker processes; -1: one per core, 0: none; the shards are the same
@@ -168,6 +169,11 @@ def build(cfg: CorpusConfig) -> Manifest:
             raise UserError(
                 f"tokens={cfg.tokens} is not possible with --source builtin, which always builds all of its "
                 "2M tokens; leave out --tokens"
+            )
+        if cfg.val_tokens:
+            raise UserError(
+                f"val_tokens={cfg.val_tokens} is not possible with --source builtin, which always validates "
+                "on a tenth of its documents; leave out --val_tokens"
             )
         return build_python_docs(cfg.out, cfg.tokenizer, cfg.vocab_size)
     source, files = find_source(cfg)

@@ -201,7 +201,8 @@ def check_length(config: Any, name: str) -> None:
 def check_shape(config: Any) -> None:
     """Raise UserError for a model shape (train_gpt2.GPTConfig) that cannot work."""
     check_range(config, 1, 4096, "n_layer", "n_head", "vocab_multiple")
-    check_range(config, 1, None, "n_embd", "block_size")
+    check_range(config, 1, None, "n_embd")
+    check_range(config, 2, None, "block_size")
     multiple = -(-config.n_embd // config.n_head) * config.n_head
     require(
         config.n_embd % config.n_head == 0,
@@ -316,7 +317,9 @@ def check_foreign_flags(argv: list[str], *configs: Any) -> None:
     """Raise UserError for another project's name of one of our flags, even mistyped, and for --resume RUN."""
     for flag, value in zip(argv, argv[1:]):
         if flag == "--resume" and not value.startswith("-"):
-            run = f"--run_name {shell_quote(Path(value).name)}"
+            folder, run = Path(value).parent, f"--run_name {shell_quote(Path(value).name)}"
+            if str(folder) not in (".", "log"):
+                run = f"--log_dir {shell_quote(folder)} {run}"
             raise UserError(f"--resume {value}: --resume has no value; pass --resume {run}")
     names = {name for config in configs for name in vars(config)}
     for word in argv:
@@ -462,6 +465,11 @@ def resolve_on_rank0(
             f"data={cfg.data} is plain text, but must be a folder of shards or a file of conversations; "
             f"run `{command_for('fineweb.py')} --source {shell_quote(cfg.data)} --out data/mine` "
             "(docs/DATA.md says with which --tokenizer), then pass --data data/mine",
+        )
+        require(
+            kind != "bin",
+            f"data={cfg.data} is a single shard, but must be a folder of shards; pass --data "
+            f"{shell_quote(Path(cfg.data).parent)}",
         )
         require(
             hasattr(trainer_class.model_class, "generate"),

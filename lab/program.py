@@ -24,6 +24,7 @@ LEGACY_PROGRAMS = {
         ("speedrun", "speedrun.py", "GPT", "TrainConfig"),
     )
 }  # fmt: skip
+PROGRAMS = [ROOT / name for name in ("train_gpt2.py", "speedrun.py", "bert.py")]
 
 
 def class_path(cls: type) -> str:
@@ -111,22 +112,23 @@ def warn_if_edited(program: Any, cls: type, source: Any) -> None:
         )
 
 
-def is_trusted(path: Path) -> bool:
-    """Whether a file may be imported because a checkpoint names it."""
+def is_trusted(path: Path, source: Any) -> bool:
+    """Whether a file may be imported because the file `source`, a checkpoint for example, names it."""
     folder = path.parent
-    ours = ROOT / "lab" in path.parents or folder in (ROOT, ROOT / "bench", Path.cwd().resolve())
-    return ours and not any(folder.glob("model_*.pt"))
+    if ROOT / "lab" in path.parents or folder == ROOT / "bench" or path in PROGRAMS:
+        return True
+    return folder in (ROOT, Path.cwd().resolve()) and folder != Path(source).resolve().parent
 
 
 def import_file(file: str, source: Any) -> Any:
     """Import a Python file, unless it is already imported or the running program. Returns the module.
 
     Only this project's files, and those directly in its folder or in the current directory, are imported,
-    and no file beside a checkpoint, because a checkpoint from somebody else may name any file. Raises
+    and no other file beside `source`, because a checkpoint from somebody else may name any file. Raises
     UserError if the file is missing or is elsewhere.
     """
     found = [path.resolve() for path in (ROOT / file, Path(Path(file).name)) if path.is_file()]
-    path = next(filter(is_trusted, found), None)
+    path = next((path for path in found if is_trusted(path, source)), None)
     if path is None:
         where = f"in {file}" if file else "in a notebook or an interactive session"
         raise UserError(

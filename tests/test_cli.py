@@ -151,7 +151,8 @@ BAD = {
     "--data file": "data=file must be a folder of shards or a file of conversations .*--out data/mine",
     "--data a.txt": "data=a.txt is plain text, .*fineweb.py --source a.txt --out data/mine",
     "bert.py --preset laptop --data a.txt": "data=a.txt is plain text",
-    "--data short": "10 training tokens, but a sequence takes 17.*--seq_len smaller than 16",
+    "--data short": "10 training tokens, but a sequence takes 17.*--seq_len below 10,",
+    "--data a_train_000001.bin": "a_train_000001.bin is a single shard, .*; pass --data [.]$",
     "--batch_size 7": "total_batch_size=128 must be a multiple .* is 224, or pass another --batch_size",
     "--n_embd 50 --n_head 4": "n_embd=50 must be divisible by n_head=4; try 52",
     f"--n_embd {2**40}": "out of memory .*; pass .* a smaller model",
@@ -161,6 +162,7 @@ BAD = {
     "--warmup_steps 1.0": "a whole number of steps, or a fraction .* pass --warmup_steps 1$",
     "--lr 0 --min_lr 0": "lr=0.0 must be above 0, because",
     "--parallel zero1 --optimizer muon": "zero1 shards AdamW's state and does not work with optimizer=muon",
+    "--block_size 1 --seq_len 1": "block_size=1 must be at least 2",
     "--n_layer 5000": "n_layer=5000 must be from 1 to 4096",
     "fineweb.py --tokens 1" + 400 * "0": "tokens=10+ must be a number of tokens",
     "--run_name ../x": "run_name=../x must be a plain name",
@@ -173,6 +175,7 @@ BAD = {
     "--run_name there": "there belongs to another run; pass --resume .*, or another --run_name",
     "--resume --run_name there --preset laptop": "preset=laptop must be that of the resumed .*there, gpt2",
     "--resume cc": "--resume has no value; pass --resume --run_name cc$",
+    "--resume out/cc": "pass --resume --log_dir out --run_name cc$",
     "--resume --run_name log/there": "run_name=log/there is a path; pass --run_name there$",
     "--resume --log_dir empty": "no run of train_gpt2.py with a checkpoint in empty",
     "--on_spike skip --optimizer muon": "on_spike=skip works with AdamW only, not with optimizer=muon",
@@ -204,6 +207,8 @@ BAD = {
     "fineweb.py --shard_tokens=": "shard_tokens= must be a number of tokens",
     "fineweb.py --source chats --tokens 9k --tokenizer bytes": "do not work with conversations",
     "lab plan --gpu H100 --gpus 3": "total_batch_size=524288 must be a multiple",
+    "lab plan --preset laptop --mfu 0.4": "mfu=0.4 needs --gpu; .* leave out --mfu",
+    "fineweb.py --source builtin --val_tokens 9": "not possible with --source builtin.*--val_tokens",
     "lab replay none.json": "there is no file none.json; pass a spike_<step>",
 }
 
@@ -216,6 +221,7 @@ def place(tmp_path_factory):
     write_shards(folder / "short", sizes=(10,))
     (folder / "file").write_text("not a folder")
     (folder / "a.txt").write_text("not conversations")
+    (folder / "a_train_000001.bin").write_bytes(b"")
     (folder / "chats").mkdir()
     (folder / "chats" / "a.jsonl").write_text("")  # not the first file, so it does not decide
     (folder / "chats" / "b.jsonl").write_text('{"messages": []}\n')

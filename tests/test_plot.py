@@ -123,11 +123,12 @@ def test_losses_on_different_texts_are_drawn_but_not_compared(tmp_path, drawn, c
     (runs[0] / "config.json").write_text("{")
     plot.main([str(runs[0]), str(runs[1])])
     assert "a and b have the same validation loss" in capsys.readouterr().out
-    logs = {str(n): {"start": [start(val_tokens=n)], "val": [val(1, 2.0)]} for n in (8, 9)}
-    assert (
-        plot.headline(logs)
-        == "different data: losses can be compared only on the same validation text"
-    )
+    for size in ("val_tokens", "val_targets"):
+        logs = {str(n): {"start": [start(**{size: n})], "val": [val(1, 2.0)]} for n in (8, 9)}
+        assert (
+            plot.headline(logs)
+            == "different data: losses can be compared only on the same validation text"
+        )
 
 
 def test_losses_of_masked_and_of_next_tokens_are_not_compared():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, fail, run_python, wait_for
 from models import noisy_gpt
 from test_plot import start as start_event
@@ -21,7 +22,7 @@ from lab.data.manifest import new_manifest
 from lab.data.sources import local_files
 from lab.data.tokenizers import get_tokenizer
 from lab.inference.int8 import quantize_linears_
-from lab.inference.prediction import group_logits, inspect_prediction
+from lab.inference.prediction import RecordAttention, group_logits, inspect_prediction
 from lab.notebook.interp import capture_activations
 from lab.registry import chat_warning, is_tuned, resolve_source, training_data, tuned_on
 from lab.tools import serve
@@ -53,6 +54,19 @@ def test_a_prediction_is_described_with_its_logits_and_attention(changes):
     assert [i for i, *_ in found["next"]] == logits.argsort(descending=True)[:20].tolist()
     everything = [x for *_, x in found["next"]] + [x for x, _ in found["rest"]]
     assert everything == pytest.approx(logits.sort(descending=True).values.tolist(), abs=1e-4)
+
+
+def test_attention_of_other_calls_of_the_fused_kernel_is_recorded():
+    """A scale, a mask that is added to the scores, and fewer heads of keys than of queries."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6, 8)
+    bias = torch.randn(1, 4, 6, 6)
+    grouped = dict(enable_gqa=True)
+    for keys, more in ((k, {"scale": 0.5}), (k, {"attn_mask": bias}), (k[:, :2], grouped)):
+        with RecordAttention() as record:
+            y = F.scaled_dot_product_attention(
+                q, keys, torch.eye(6).expand(1, keys.size(1), 6, 6), **more
+            )
+        assert torch.allclose(record.rows[0], y[:, :, -1], atol=1e-5)
 
 
 def test_grouped_logits_are_exact_at_temperature_1():

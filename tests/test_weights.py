@@ -16,7 +16,7 @@ from lab.cli import UserError
 from lab.hf import export as hf_export
 from lab.hf.export import export
 from lab.hf.gpt2 import TRANSPOSED
-from lab.hf.load import parse_checkpoint
+from lab.hf.load import has_other_vocabulary, parse_checkpoint
 from lab.program import LEGACY_PROGRAMS
 from lab.registry import init_from, load_model, resolve_source
 from lab.trainer.checkpoint import read_checkpoint
@@ -455,6 +455,10 @@ def test_exported_tokenizer_and_pipeline(tmp_path, gpt2_files):
         assert theirs.encode(text) == get_tokenizer("gpt2").encode(text)
         assert theirs.decode(theirs.encode(text), clean_up_tokenization_spaces=False) == text
         (out / "tokenizer.json").unlink(missing_ok=True)
+    assert not has_other_vocabulary(out)  # has vocab.json
+    vocab = json.loads((out / "vocab.json").read_text())
+    (out / "vocab.json").write_text(json.dumps(dict(zip(reversed(vocab), vocab.values()))))
+    assert has_other_vocabulary(out)
 
 
 def test_model_with_a_wordpiece_is_not_treated_as_bytes(tmp_path, capsys):

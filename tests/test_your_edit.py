@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -384,15 +383,15 @@ def test_classes_are_recorded_by_file_and_name(tmp_path, monkeypatch):
     assert class_path(GPT) == "train_gpt2.py:GPT" and find_class("train_gpt2.py:GPT", "x") is GPT
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("class Model:\n    class Inner:\n        pass\n")
-    inner = find_class(f"{tmp_path}/mine.py:Model.Inner", "x")
+    inner = find_class(f"{tmp_path}/mine.py:Model.Inner", "log/x")
     assert (
         inner.__qualname__ == "Model.Inner"
         and class_path(inner) == f"{tmp_path}/mine.py:Model.Inner"
     )
     with pytest.raises(
-        UserError, match="x was made by class Gone, which .*mine.py no longer defines"
+        UserError, match="log/x was made by class Gone, which .*mine.py no longer defines"
     ):
-        find_class(f"{tmp_path}/mine.py:Gone", "x")
+        find_class(f"{tmp_path}/mine.py:Gone", "log/x")
     with pytest.raises(UserError, match="in a notebook or an interactive session"):
         find_class(":Model", "x")
 
@@ -410,14 +409,14 @@ def test_a_checkpoint_cannot_name_a_file_elsewhere(tmp_path, monkeypatch):
             file.write_text(evil.read_text())
         try:
             with pytest.raises(UserError, match="which is not a file in"):
-                find_class(f"{file}:GPT", "x")
+                find_class(f"{file}:GPT", "log/x")
         finally:
             if file in in_runs:
                 file.unlink()
     evil.rename("m.py")
-    Path("model_000003.pt").touch()  # the current directory is somebody's run
     with pytest.raises(UserError, match="which is not a file in"):
-        find_class(f"{tmp_path}/here/m.py:GPT", "x")
+        find_class(f"{tmp_path}/here/m.py:GPT", "a.pt")  # the checkpoint is beside it
+    assert find_class("train_gpt2.py:GPT", ROOT / "a.pt") is GPT
     assert not (tmp_path / "ran").exists()
 
 

@@ -257,11 +257,14 @@ def read_chats(
         else:
             splits["train" if i % 10 else "val"].append((ids[:end], mask[:end]))
     if not splits["val"] or not splits["train"]:
+        longer = (
+            " or pass a larger --context (to a training program: --seq_len, at most --block_size)"
+        )
         raise UserError(
             f"{files[0].path} must have a usable conversation in line 1, 11, 21 ... for validation and "
             f"another one to train on, but {skipped['no_answer']:,} without an answer and "
-            f"{skipped['too_long']:,} of more than {context} tokens were skipped; add conversations, or "
-            "pass a larger --context (to a training program: --seq_len)"
+            f"{skipped['too_long']:,} of more than {context} tokens were skipped; add conversations"
+            + (longer if skipped["too_long"] else "")
         )
     return splits, skipped
 

@@ -93,7 +93,7 @@ class TokenLoader:
         if len(shards) <= seq_len:
             raise UserError(
                 f"{shards.folder} has {len(shards)} training tokens, but a sequence takes "
-                f"{seq_len + 1}: add data, or pass a --seq_len smaller than {seq_len}"
+                f"{seq_len + 1}: add data, or pass a --seq_len below {len(shards)}, such as a power of 2"
             )
         if context and seq_len != context:
             raise UserError(

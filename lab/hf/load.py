@@ -21,6 +21,7 @@ from lab.hf.gpt2 import HEAD, WPE, WTE
 from lab.trainer.checkpoint import read_checkpoint
 
 CHECKSUM_FILE = "model.sha256"  # of an export, because safetensors files have no checksum
+OLD_VOCABULARY = "vocab.json"
 REPAIR_HINT = "download or export it again"
 # the files that transformers reads, in this order; .index.json lists the shards of a large model
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -64,10 +65,13 @@ def read_hugging_face(source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def has_other_vocabulary(folder: Path) -> bool:
-    """Whether a folder has a tokenizer.json whose vocabulary is not OpenAI's."""
-    if not (folder / TOKENIZER_FILE).exists():
+    """Whether a folder has a tokenizer.json, or an older model's vocab.json, that is not OpenAI's."""
+    if (folder / TOKENIZER_FILE).exists():
+        vocab = read_json(folder / TOKENIZER_FILE, REPAIR_HINT, model=dict)["model"].get("vocab")
+    elif (folder / OLD_VOCABULARY).exists():
+        vocab = read_json(folder / OLD_VOCABULARY, REPAIR_HINT)
+    else:
         return False
-    vocab = read_json(folder / TOKENIZER_FILE, REPAIR_HINT, model=dict)["model"].get("vocab")
     return not isinstance(vocab, dict) or vocab.get("Ġgazed") != 50255  # OpenAI's last merge
 
 
@@ -152,6 +156,7 @@ def download(name: str) -> Path:
     patterns = [
         "config.json",
         TOKENIZER_FILE,
+        OLD_VOCABULARY,
         CHECKSUM_FILE,
         *SAFETENSORS,
         "model-*-of-*.safetensors",

@@ -37,18 +37,23 @@ class RecordAttention(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.rows.append(last_weights(args[0], args[1], mask))
+            self.rows.append(last_weights(args[0], args[1], mask, kwargs.get("scale")))
         elif func is F.softmax and result.dim() == 4:  # (B, H, T, S)
             self.rows.append(result[:, :, -1])
         return result
 
 
-def last_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention weights (B, H, S) of the last query of q (B, H, T, D), which may attend to all keys
-    k (B, H, S, D) except where a boolean mask, broadcastable to (B, H, T, S), is False."""
-    scores = (q[:, :, -1:].float() @ k.float().transpose(2, 3)) * q.size(3) ** -0.5  # (B, H, 1, S)
+def last_weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Attention weights (B, H, S) of the last query of q (B, H, T, D), which may attend to all keys k
+    (B, H or fewer, S, D). mask, broadcastable to (B, H, T, S): False where it may not or, if it is not
+    boolean, added to the scores. scale: of the scores, by default D ** -0.5."""
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)  # grouped-query attention
+    scores = q[:, :, -1:].float() @ k.float().transpose(2, 3)  # (B, H, 1, S)
+    scores = scores * (q.size(3) ** -0.5 if scale is None else scale)
     if mask is not None:
-        scores = scores.masked_fill(~mask[..., -1:, :], float("-inf"))
+        mask = mask[..., -1:, :]
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
     return scores.softmax(-1)[:, :, 0]
 
 

@@ -90,6 +90,9 @@ def attention_mass(weights: Tensor, where: Tensor) -> Tensor:
 
 def ablate_head(model: Any, layer: int, head: int) -> AbstractContextManager:
     """Context manager that sets the output of one head to 0, before c_proj."""
+    assert 0 <= head < model.config.n_head, (
+        f"head={head} is not from 0 to {model.config.n_head - 1}"
+    )
     D = model.config.n_embd // model.config.n_head
 
     def zero_head(c_proj: Any, args: tuple) -> tuple[Tensor]:

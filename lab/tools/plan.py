@@ -128,7 +128,8 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
-        if free_gib(replace(sharded, world_size=n), gpu) >= 0:
+        whole_steps = s.cfg.total_batch_size % (n * s.cfg.seq_len) == 0
+        if whole_steps and free_gib(replace(sharded, world_size=n), gpu) >= 0:
             return (
                 f"No micro-batch fits, with or without --activation_checkpointing. {n} GPUs are enough "
                 f"with --gpus {n} --parallel fsdp2 --activation_checkpointing."
@@ -265,6 +266,7 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
         )
     print_row("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
+    done = ", also those already done" if s.cfg.resume else ""
     hours = tokens / tok_per_s / 3600
     duration = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
     epochs = ""
@@ -273,7 +275,7 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
         epochs = f" ({tokens / train:,.1f} epochs of {s.cfg.data})" if train else ""
     print_row(
         "time",
-        f"{duration} for {s.cfg.max_steps:,} steps, {short(tokens)} tokens{epochs}; evaluation and "
+        f"{duration} for {s.cfg.max_steps:,} steps{done}, {short(tokens)} tokens{epochs}; evaluation and "
         "saving are not included",
     )
     price = args.price
@@ -307,6 +309,10 @@ def overrides(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise UserError(
             f"mfu={args.mfu:g} must be a fraction, above 0 and up to 1; --mfu 0.4 is 40 %"
+        )
+    if args.mfu is not None and not args.gpu:
+        raise UserError(
+            f"mfu={args.mfu:g} needs --gpu; this machine's speed is measured: leave out --mfu"
         )
     if args.gpu and not args.preset and "--resume" not in rest:
         args.preset = next(iter(PROGRAM.PRESETS))  # instead of the default preset for this machine

@@ -300,5 +300,9 @@ def data_folder(run: str | Path) -> str:
 def same_data(logs: Sequence[RunLog], folders: Sequence[str | None]) -> bool:
     """Whether all runs are validated on the same text, as far as is known. folders: of each run's data,
     empty if unknown."""
-    sizes = {log.get("start", [{}])[-1].get("val_tokens") for log in logs} - {None, 0}
-    return len(sizes) < 2 and len({os.path.abspath(str(path)) for path in folders if path}) < 2
+    starts = [log.get("start", [{}])[-1] for log in logs]
+    sizes = [{s.get(name) for s in starts} - {None, 0} for name in ("val_tokens", "val_targets")]
+    return (
+        max(map(len, sizes)) < 2
+        and len({os.path.abspath(str(path)) for path in folders if path}) < 2
+    )

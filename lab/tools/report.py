@@ -175,7 +175,8 @@ def numbers(run: RunReport) -> dict[str, Number]:
             found["best validation loss"] = Number(min(values), note=f"step {step:,}", at=at(step))
     found["steps"] = Number(run.last, "{:,.0f}")
     if run.tokens:
-        tokens, known = run.tokens(run.last), run.start.get("train_tokens")
+        tokens = run.tokens(run.last)
+        known = run.start.get("epoch_tokens") or run.start.get("train_tokens")
         found["tokens"] = Number(tokens, "{:,.0f}", f"{tokens / known:.2f} epochs" if known else "")
     minutes = max(run.minutes.values())
     found["total minutes"] = Number(minutes, "{:,.2f}", "with evaluation and saving")

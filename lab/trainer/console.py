@@ -22,6 +22,7 @@ from lab.cli import (
 )
 from lab.data.loader import grad_accum_steps, step_text
 from lab.data.tokenizers import END_OF_TEXT, printable
+from lab.eval.validation import num_targets
 from lab.hardware import CPU_FLOPS
 from lab.program import program_file
 from lab.tools.read_log import read_log
@@ -81,7 +82,9 @@ class Console:
             batch_size=loader.batch_size,
             grad_accum_steps=grad_accum_steps(self.cfg, loader.batch_size, world.world_size),
             num_params=trainer.raw_model.num_params(), tokens=loader.position,
-            train_tokens=len(loader.shards), val_tokens=len(validation.shards) if validation else 0,
+            train_tokens=len(loader.shards), epoch_tokens=loader.epoch_tokens(),
+            val_tokens=len(validation.shards) if validation else 0,
+            val_targets=num_targets(validation.shards, self.cfg.val_tokens) if validation else 0,
             log_v=self.uniform, unigram=self.unigram, torch=torch.__version__,
         )  # fmt: skip
         damaged = trainer.run_dir.glob("model_*[0-9].damaged")
@@ -158,7 +161,7 @@ class Console:
             )
         context = trainer.raw_model.config.block_size
         learned_positions = "transformer.wpe.weight" in dict(trainer.raw_model.named_parameters())
-        if learned_positions and cfg.seq_len < context and not cfg.init_from:
+        if learned_positions and cfg.seq_len < context and not (cfg.init_from or trainer.step):
             yield (
                 f"seq_len={cfg.seq_len} is less than block_size={context}: later positions are not "
                 f"trained, so longer texts turn into nonsense; start a run with --block_size {cfg.seq_len}"
@@ -275,8 +278,9 @@ def summary(trainer, stopped: str) -> None:
     curve = " loss.png (the curve)," * (run_dir / "loss.png").exists()
     model, best = run_dir, ""
     if (run_dir / "model_best.pt").exists():
-        best = "; model_best.pt is the saved one with the lowest validation loss, "
-        best += f"{trainer.best_val:.4f}"
+        best = "; model_best.pt is the saved one with the lowest validation loss"
+        if math.isfinite(trainer.best_val):
+            best += f", {trainer.best_val:.4f}"
         if is_chat(trainer):
             best += ", but the answers of the last one are usually better"
     worse = False
