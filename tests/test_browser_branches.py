@@ -180,14 +180,35 @@ def test_two_tabs_keep_the_branches_of_both(tab):
     assert tab.count() == 2
 
 
+def test_a_second_tab_changes_no_chat_of_the_first(tab):
+    tab.set(max_tokens=2)
+    tab.mode("chat")
+    tab.write("first")
+    tab.done()
+    tab.page.evaluate("() => store()")
+    other = tab.page.context.new_page()
+    other.goto(tab.page.url)  # has the chat with one message
+    for text in ("second", "third"):
+        tab.write(text)
+        tab.done()
+    tab.page.evaluate("() => store()")
+    other.fill("#prompt", "a draft")
+    other.evaluate("() => store()")
+    other.close()
+    tab.page.reload()
+    assert tab.messages() == ["first", "second", "third"] and tab.count() == 1
+    tab.write("fourth")
+    tab.done()
+    assert tab.messages() == ["first", "second", "third", "fourth"]
+
+
 @pytest.mark.parametrize(
     "damage",
     ["{", '{"branches": 3}', '{"branches": {"text": [{"id": 1}], "chat": []}, "at": {"text": 1}}'],
 )
 def test_damaged_storage_gives_an_empty_page(tab, damage):
-    tab.page.context.add_init_script(
-        f"localStorage.setItem('lab serve r/model_000010 257', {damage!r})"
-    )
+    key = tab.page.evaluate("KEY")
+    tab.page.context.add_init_script(f"localStorage.setItem({key!r}, {damage!r})")
     tab.page.reload()
     assert tab.page.is_visible("#greeting") and tab.page.inner_text("#go") == "Write"
     tab.set(max_tokens=3)

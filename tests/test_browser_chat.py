@@ -259,6 +259,48 @@ def test_escape_cancels_an_edit_and_empty_messages_are_refused(tab):
     assert tab.messages() == ["one"] and tab.focused("textContent") == "Edit"
 
 
+def test_what_was_typed_stays(tab):
+    """A draft beside Continue, an example and a chat in which an edit is left."""
+    tab.set(max_tokens=3)
+    tab.write("abc")
+    tab.done()
+    tab.page.fill("#prompt", "a new text")
+    tab.page.click("#on")
+    tab.done()
+    assert tab.page.input_value("#prompt") == "a new text"
+    tab.mode("chat")
+    tab.page.fill("#prompt", "a question")
+    tab.page.locator("#prompts button").first.click()
+    tab.done()
+    assert tab.page.input_value("#prompt") == "a question"
+    tab.page.click("button:text('Edit')")
+    tab.page.fill(".turn.user textarea", "an edit")
+    tab.mode("text")
+    tab.mode("chat")
+    tab.page.click("button:text('Edit')")
+    assert tab.page.input_value(".turn.user textarea") == "an edit"
+    tab.keys("Escape")
+    tab.page.click("button:text('Edit')")
+    assert tab.page.input_value(".turn.user textarea") == tab.page.evaluate("turns()[0].text")
+
+
+def test_a_chat_is_continued_from_the_tokens_that_are_shown(tab):
+    """Even if, with another number of new tokens, older messages would be left out."""
+    tab.set(max_tokens=3)
+    tab.mode("chat")
+    for text in ("x" * 50, "y" * 50):
+        tab.write(text)
+        tab.done()
+    tab.set(max_tokens=200)
+    with tab.page.expect_request("**/generate") as sent:
+        tab.page.click("#on")
+    tab.page.click("#halt")
+    shown = tab.page.evaluate("turns().at(-1).prompt.map(piece => piece.id)")
+    assert sent.value.post_data_json["prompt"] == shown and shown.count(ord("x")) == 50
+    assert tab.page.evaluate("turns().at(-1).prompt.length") == len(shown)
+    assert tab.page.is_hidden("#notice")
+
+
 def test_one_token_and_an_empty_prompt_are_named(tab):
     tab.set(max_tokens=1, temperature=0)
     tab.write("")

@@ -119,6 +119,15 @@ def test_escape_stops_a_text(tab):
     assert ids == whole[: len(ids)] and len(ids) < len(whole) and tab.page.is_hidden("#halt")
 
 
+def test_stop_also_ends_the_scoring_of_a_long_prompt(tab):
+    tab.page.fill("#prompt", "def main" * 5000)
+    tab.page.click("#go")
+    tab.page.wait_for_function("() => p.length > 10")
+    tab.page.click("#halt")
+    tab.page.wait_for_selector("#go", state="visible", timeout=3000)
+    assert 10 < tab.page.evaluate("idx.length") < 10_000
+
+
 def test_candidates_by_keyboard(tab):
     """Enter on a token, arrow keys in its candidates and Escape work as on the page of lab serve."""
     tab.set(max_tokens=20, seed=1)
@@ -287,6 +296,14 @@ def test_a_wrong_setting_leaves_the_text_as_it_is(tab):
         assert tab.done() == before and tab.shown.count() == len(before) == 27
         assert tab.page.input_value("#prompt") == "def ma"
         assert tab.page.evaluate("document.activeElement.id") == "temperature", "it is named"
+    said = tab.page.locator("#summary")
+    tab.page.evaluate("() => { details.open = true; }")
+    for value, text in (
+        ("-3", "temperature (not valid), "),
+        ("0", "temperature 0, top-k 50, 20 new"),
+    ):
+        tab.page.fill("#temperature", value)
+        assert said.text_content().startswith(text)
     tab.set(temperature=0.8)
     assert tab.write("def ma") == before
 

@@ -104,6 +104,9 @@ def test_fields_that_change_no_text_are_ignored_and_others_are_refused(server, p
     ).items():  # fmt: skip
         status, text = server.send(path, more | {name: value})
         assert status == 400 and f"{name} is not supported; leave it out" in text, text
+    for name, value in dict(answer=[65], **({} if "prompt" in more else {"prompt": "b"})).items():
+        status, text = server.send(path, more | {name: value})  # only the page continues an answer
+        assert status == 400 and name in text, text
 
 
 def test_null_means_absent_and_max_completion_tokens_comes_first():

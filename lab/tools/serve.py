@@ -105,7 +105,7 @@ class Engine:
         """(ids to continue from, number of old messages that were dropped to fit the context). Raises
         UserError for a request that does not fit."""
         eot, dropped = self.tokenizer.eot, 0
-        if request.messages is not None:
+        if request.messages is not None and not request.prompt:
             ids, dropped = truncate_chat(
                 request.messages, self.tokenizer, self.block_size, request.max_tokens
             )

@@ -11,8 +11,9 @@ import math
 import secrets
 import time
 import uuid
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -91,6 +92,7 @@ DEFAULTS = dict(n=1, best_of=1, repetition_penalty=1, response_format={"type": "
 class OpenAIRequest(GenerateRequest, extra="allow"):
     """Fields of both OpenAI routes. Unknown fields that would change the text are refused."""
 
+    answer: list[int] = Field([], max_length=0)  # only of the page's requests
     stream: bool = False
     stream_options: dict[str, bool] | None = None  # include_usage
 
@@ -159,6 +161,7 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
     messages: list[dict] = Field(min_length=1)
+    prompt: Literal[""] = ""  # only of the page's requests
     max_tokens: int = Field(
         200, ge=1, le=MAX_NEW_TOKENS,
         validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
@@ -459,6 +462,7 @@ def page_values(engine: Any, name: str) -> dict[str, Any]:
     return dict(
         model=name, context=engine.block_size, longest=MAX_NEW_TOKENS,
         vocab_size=tokenizer.vocab_size, bytes=tokenizer.name == "bytes",
+        weights=zlib.crc32(str([id for id, _, _ in seen["next"]]).encode()),
         layers=seen["layers"], heads=seen["heads"],
         temperature=TEMPERATURE, chat_temperature=CHAT_TEMPERATURE,
     )  # fmt: skip

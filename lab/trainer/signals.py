@@ -46,10 +46,10 @@ class SignalHandler:
             for fd in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         elif first and self.world.is_main:
+            # torchrun sends SIGTERM instead of a second SIGINT
+            again = "" if self.world.distributed else "; press Ctrl-C again to quit without saving"
             with contextlib.suppress(OSError):
-                os.write(
-                    2, b"\nfinishing the current step; press Ctrl-C again to quit without saving\n"
-                )
+                os.write(2, f"\nfinishing the current step{again}\n".encode())
 
     def check(self) -> None:
         """Raise GracefulStop on all ranks if one of them received a signal. All call it together."""
