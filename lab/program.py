@@ -133,7 +133,8 @@ def import_file(file: str, source: Any) -> Any:
         where = f"in {file}" if file else "in a notebook or an interactive session"
         raise UserError(
             f"the model class of {source} is defined {where}, which is not a file in {ROOT} or the "
-            "current directory (subfolders don't count); put a copy of that file there, if you trust it"
+            "current directory (subfolders and the checkpoint's folder don't count); put a copy of that "
+            "file there, if you trust it"
         )
     for module in list(sys.modules.values()):
         if (known := getattr(module, "__file__", None)) and Path(known).resolve() == path:

@@ -95,9 +95,9 @@ def test_an_edited_model_is_refused(tmp_path):
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     (tmp_path / "edited.py").write_text(source.replace('approximate="tanh"', 'approximate="none"'))
     program = dict(model=f"{tmp_path}/edited.py:GPT", config=f"{tmp_path}/edited.py:GPTConfig")
-    saved(bytes_gpt(), tmp_path / "model.pt", program=program | {"trainer": "x.py:Trainer"})
-    said = fail("lab", "export", "model.pt", "--html", "x.html", cwd=tmp_path)
-    assert "model.pt does not compute GPT-2" in said
+    saved(bytes_gpt(), tmp_path / "r/model.pt", program=program | {"trainer": "x.py:Trainer"})
+    said = fail("lab", "export", "r/model.pt", "--html", "x.html", cwd=tmp_path)
+    assert "r/model.pt does not compute GPT-2" in said
 
 
 def test_the_page_in_examples_is_up_to_date(laptop):
