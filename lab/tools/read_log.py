@@ -301,8 +301,6 @@ def same_data(logs: Sequence[RunLog], folders: Sequence[str | None]) -> bool:
     """Whether all runs are validated on the same text, as far as is known. folders: of each run's data,
     empty if unknown."""
     starts = [log.get("start", [{}])[-1] for log in logs]
-    sizes = [{s.get(name) for s in starts} - {None, 0} for name in ("val_tokens", "val_targets")]
-    return (
-        max(map(len, sizes)) < 2
-        and len({os.path.abspath(str(path)) for path in folders if path}) < 2
-    )
+    found = [{os.path.abspath(str(path)) for path in folders if path}]
+    found += [{s.get(name) for s in starts} - {None, 0} for name in ("val_tokens", "val_targets")]
+    return max(map(len, found)) < 2
