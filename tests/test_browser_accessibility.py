@@ -168,7 +168,7 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, laptop):
             ["temperature (0: greedy)", "0.8"], ["top-k (0: all)", "50"], ["top-p (1: all)", "1"],
             ["seed (empty: random)", ""], ["new tokens", "200"],
         ]  # fmt: skip
-        summary = "temperature 0.8, top-k 50, random seed, 200 new tokens"
+        summary = "temperature 0.8, top-k 50, random seed, at most 200 new tokens"
         assert page.inner_text("#summary") == summary
         assert page.inner_text("#rule") == "Enter writes, Shift+Enter begins a new line."
         page.fill("#temperature", "")
@@ -176,7 +176,7 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, laptop):
         assert page.inner_text("#summary") == summary, "an empty setting returns to its default"
         for id, value in dict(top_k=0, top_p=0.85, seed=3, max_tokens=7).items():
             page.fill(f"#{id}", str(value))
-        wanted = "temperature 0.8, top-p 0.85, seed 3, 7 new tokens"
+        wanted = "temperature 0.8, top-p 0.85, seed 3, at most 7 new tokens"
         assert page.inner_text("#summary") == wanted
         page.focus("#top_p")
         page.keyboard.press("Control+a")
@@ -196,7 +196,7 @@ def test_chat_page_and_model_page_follow_the_same_rules(tab, chromium, laptop):
         page.keyboard.press("Enter")  # in a setting, it does not write
         assert page.inner_text("#summary").endswith("200 new tokens")
         page.fill("#max_tokens", "1")
-        assert page.inner_text("#summary").endswith(", 1 new token")
+        assert page.inner_text("#summary").endswith(", at most 1 new token")
         page.fill("#max_tokens", "5")
         page.keyboard.press("Enter")
         assert page.inner_text("#summary").endswith("5 new tokens")

@@ -265,7 +265,7 @@ def test_settings_are_kept_if_the_browser_has_storage(tab):
     tab.page.click("#details summary")
     tab.page.fill("#temperature", "0.3")
     tab.page.fill("#seed", "7")
-    summary = "temperature 0.3, top-k 50, seed 7, 200 new tokens"
+    summary = "temperature 0.3, top-k 50, seed 7, at most 200 new tokens"
     tab.page.reload()
     assert tab.page.inner_text("#summary") == summary and tab.js("settings().temperature") == 0.3
     tab.page.context.add_init_script(
@@ -300,7 +300,7 @@ def test_a_wrong_setting_leaves_the_text_as_it_is(tab):
     tab.page.evaluate("() => { details.open = true; }")
     for value, text in (
         ("-3", "temperature (not valid), "),
-        ("0", "temperature 0, top-k 50, 20 new"),
+        ("0", "temperature 0, top-k 50, at most"),
     ):
         tab.page.fill("#temperature", value)
         assert said.text_content().startswith(text)

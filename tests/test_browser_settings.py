@@ -54,14 +54,14 @@ def test_a_decimal_comma_and_the_summary_of_values_that_are_not_valid(tab):
             tab.page.fill(f"#{id}", good)
     tab.page.fill("#temperature", "1")
     tab.page.fill("#max_tokens", "1")
-    assert summary.inner_text().endswith(", 1 new token")
+    assert summary.inner_text().endswith(", at most 1 new token")
 
 
 def test_greedy_texts_have_no_seed_and_settings_stay_open(tab):
     tab.page.click("#options summary")
     tab.page.fill("#temperature", "0")
     tab.page.fill("#max_tokens", "4")
-    assert tab.page.inner_text("#summary") == "temperature 0, top-k 50, 4 new tokens"
+    assert tab.page.inner_text("#summary") == "temperature 0, top-k 50, at most 4 new tokens"
     tab.write("abc")
     before = tab.done()
     assert tab.page.inner_text("#foot").endswith(" bits of surprise per token, greedy")

@@ -92,12 +92,14 @@ def page(config: Any, source: str, state: dict[str, torch.Tensor], tokens: list[
         f"{counted(config.n_layer, 'layer')}, {counted(config.n_head, 'head')}, {config.n_embd} channels, "
         f"a context of {config.block_size} {'tokens' if tokens else 'bytes'}"
     )
+    tuned = is_tuned(source)
     prompt = "The" if tokens else "The "  # a token of GPT-2 includes the space before a word
     return load_template("model.html.j2").render(
         title=f"{name}, a GPT-2 with {short(sum(p.numel() for p in state.values()))} parameters",
         data=training_data(source),
         facts=facts,
-        prompt=SFT["sample_prompt"] if is_tuned(source) else prompt,
+        prompt=SFT["sample_prompt"] if tuned else prompt,
+        tuned=tuned,
         longest=10_000,
         about={
             "config": shape | {"end_of_text": config.end_of_text},
