@@ -33,8 +33,6 @@ The last three may also have a text under "system". In all of them:
   counted in the manifest as `no_answer`, as is one in which no turn contributes to the loss.
 """
 
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -326,14 +324,9 @@ def build_chats(path: str, tokenizer: str, context: int) -> str:
     # 40, because names have at most 255 bytes, and a character has up to 4
     name = f"{file.name[:40]}_{label}_{context}_{sha256_of(file)[:8]}"
     folder = Path("data", name)
-    try:
-        with dir_lock(folder, "", wait=True):
-            tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder
-            build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)
-    except UserError:
-        if os.listdir(folder) == [".lock"]:  # nothing was written
-            shutil.rmtree(folder)
-        raise
+    with dir_lock(folder, "", wait=True):
+        tokenizer = get_or_train(folder, tokenizer, [], 0)  # copies a file into the folder
+        build_chat(local_files(str(file)), folder, tokenizer, context, 100_000_000)
     return str(folder)
 
 

@@ -63,8 +63,7 @@ def local_files(source: str, strict: bool = False) -> list[File]:
         ours = ("manifest.json", TOKENIZER_FILE)
         found = (p for p in root.rglob("*") if p.name not in ours)
         paths, base = [p for p in found if not SHARD_NAME.fullmatch(p.name)], root
-    hidden = {p for p in paths if any(n[0] == "." for n in p.relative_to(base).parts)}
-    visible = [p for p in paths if p == root or p not in hidden]
+    visible = [p for p in paths if not any(n[0] == "." for n in p.relative_to(base).parts)]
     for path in dict.fromkeys([root, *visible]):
         if path != root and path.is_symlink() and path.is_dir():
             note = f"{path} is a link to a folder and is not followed"

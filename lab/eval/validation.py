@@ -36,6 +36,7 @@ class Validation(PeriodicCallback):
         logged = trainer.world.run_on_rank0(lambda: has_val_record(log, trainer.step))
         self.revalidate_step = trainer.step if logged else 0
         self.shards = TokenShards(cfg.data, "val", trainer.raw_model.config.vocab_size)
+        self.targets = num_targets(self.shards, cfg.val_tokens)
         seen = trainer.world.gather([trainer.loader.state_dict(), len(self.shards)])
         if any(other != seen[0] for other in seen):  # files are still being copied or synchronized
             raise UserError(

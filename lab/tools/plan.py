@@ -128,8 +128,7 @@ def what_fits(s: MemorySpec, gpu: GPU) -> str:
         return "No micro-batch fits: choose a larger GPU or a smaller --preset."
     sharded = replace(both[1], cfg=replace(s.cfg, batch_size=1, parallel="fsdp2"))
     for n in (2, 4, 8, 16, 32, 64):
-        whole_steps = s.cfg.total_batch_size % (n * s.cfg.seq_len) == 0
-        if whole_steps and free_gib(replace(sharded, world_size=n), gpu) >= 0:
+        if free_gib(replace(sharded, world_size=n), gpu) >= 0:
             return (
                 f"No micro-batch fits, with or without --activation_checkpointing. {n} GPUs are enough "
                 f"with --gpus {n} --parallel fsdp2 --activation_checkpointing."
@@ -266,7 +265,7 @@ def print_forecast(s: MemorySpec, gpu: GPU, args: argparse.Namespace) -> None:
         )
     print_row("speed", f"{tok_per_s:,.0f} tokens/s, {why}")
     tokens = s.cfg.max_steps * s.cfg.total_batch_size
-    done = ", also those already done" if s.cfg.resume else ""
+    done = " (with those already done)" if s.cfg.resume else ""
     hours = tokens / tok_per_s / 3600
     duration = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
     epochs = ""

@@ -30,7 +30,7 @@ MAX_ROWS = 12  # printed for parameters, and for sequences
 
 def replay(
     file: Annotated[Path, Positional, arg(metavar="FILE")], device: str = "auto",
-    precision: Literal["", "auto", "bf16", "fp16", "tf32", "fp32"] = "", compile: bool = False,
+    precision: Literal["", "bf16", "fp16", "tf32", "fp32"] = "", compile: bool = False,
 ) -> None:  # fmt: skip
     """Repeat the step of a gradient spike, and compare the numbers with the recorded ones. On the same
     CPU and in one process they are equal.

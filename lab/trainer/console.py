@@ -22,7 +22,6 @@ from lab.cli import (
 )
 from lab.data.loader import grad_accum_steps, step_text
 from lab.data.tokenizers import END_OF_TEXT, printable
-from lab.eval.validation import num_targets
 from lab.hardware import CPU_FLOPS
 from lab.program import program_file
 from lab.tools.read_log import read_log
@@ -84,7 +83,7 @@ class Console:
             num_params=trainer.raw_model.num_params(), tokens=loader.position,
             train_tokens=len(loader.shards), epoch_tokens=loader.epoch_tokens(),
             val_tokens=len(validation.shards) if validation else 0,
-            val_targets=num_targets(validation.shards, self.cfg.val_tokens) if validation else 0,
+            val_targets=validation.targets if validation else 0,
             log_v=self.uniform, unigram=self.unigram, torch=torch.__version__,
         )  # fmt: skip
         damaged = trainer.run_dir.glob("model_*[0-9].damaged")
